@@ -2,12 +2,14 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "base/error.hpp"
-#include "bindings/planner_table_py.hpp"
 #include "bindings/rooms.hpp"
 #include "planner/baselines/baselines.hpp"
 #include "planner/bound/bound.hpp"
@@ -33,6 +35,74 @@ using planner::Plan;
 using planner::PolicyOptions;
 using planner::Problem;
 using planner::Scope;
+
+// The micro-batches of a plan as arrays, the columns of hdpcomm.plan.PlanTable:
+// (index, rank_bounds, ranks, sequence_bounds, ids, lengths, offload_ratio, predicted_s): numpy
+// arrays over the memory that the core filled; then `slices`. `all_ids`: the id of each sequence;
+// empty: its position. `next_id`: of the first slice.
+struct PlanColumns {
+  PlanColumns(const Plan& plan, const std::vector<int64_t>& all_lengths,
+              const std::vector<int64_t>& all_ids, int64_t next_id);
+  py::tuple toTuple() &&;
+
+  std::vector<int64_t> slices;  // of each the sequence, its first token and the one after its last
+
+  std::vector<int64_t> index, rank_bounds, sequence_bounds, ids, lengths;
+  std::vector<int32_t> ranks;
+  std::vector<double> offload_ratio, predicted_s;
+};
+
+// A numpy array over the memory of a vector, which it owns from then on.
+template <typename T>
+py::array owned(std::vector<T>&& values) {
+  auto held = std::make_unique<std::vector<T>>(std::move(values));
+  const auto size = static_cast<py::ssize_t>(held->size());
+  const T* const data = held->data();
+  const py::capsule owner(held.get(),
+                          [](void* vector) { delete static_cast<std::vector<T>*>(vector); });
+  held.release();
+  return py::array_t<T>(size, data, owner);
+}
+
+PlanColumns::PlanColumns(const Plan& plan, const std::vector<int64_t>& all_lengths,
+                         const std::vector<int64_t>& all_ids, int64_t next_id) {
+  const size_t rows = plan.micro_batches.size();
+  for (auto* column : {&index, &rank_bounds, &sequence_bounds}) column->reserve(rows + 1);
+  offload_ratio.reserve(rows);
+  predicted_s.reserve(rows);
+  rank_bounds.push_back(0);
+  sequence_bounds.push_back(0);
+  for (const MicroBatch& batch : plan.micro_batches) {
+    rank_bounds.push_back(rank_bounds.back() + static_cast<int64_t>(batch.ranks.size()));
+    sequence_bounds.push_back(sequence_bounds.back() +
+                              static_cast<int64_t>(batch.sequences.size()));
+  }
+  ranks.reserve(static_cast<size_t>(rank_bounds.back()));
+  ids.reserve(static_cast<size_t>(sequence_bounds.back()));
+  lengths.reserve(static_cast<size_t>(sequence_bounds.back()));
+  for (const MicroBatch& batch : plan.micro_batches) {
+    index.push_back(static_cast<int64_t>(index.size()));
+    ranks.insert(ranks.end(), batch.ranks.begin(), batch.ranks.end());
+    for (const int32_t place : batch.sequences) {
+      ids.push_back(all_ids.empty() ? place : all_ids.at(static_cast<size_t>(place)));
+      lengths.push_back(all_lengths[static_cast<size_t>(place)]);
+    }
+    if (batch.slice.some()) {
+      slices.insert(slices.end(), {ids.back(), batch.slice.first, batch.slice.end});
+      ids.back() = next_id++;
+      lengths.back() = batch.slice.end - batch.slice.first;
+    }
+    offload_ratio.push_back(batch.offload);
+    predicted_s.push_back(batch.predicted_s);
+  }
+}
+
+py::tuple PlanColumns::toTuple() && {
+  return py::make_tuple(
+      owned(std::move(index)), owned(std::move(rank_bounds)), owned(std::move(ranks)),
+      owned(std::move(sequence_bounds)), owned(std::move(ids)), owned(std::move(lengths)),
+      owned(std::move(offload_ratio)), owned(std::move(predicted_s)), owned(std::move(slices)));
+}
 
 Load makeLoad(const std::vector<int64_t>& lengths) {
   Load load;

@@ -4,12 +4,14 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <set>
 #include <string>
 #include <thread>
+#include <vector>
 
-#include "comm/stream/join_nccl.hpp"
-#include "comm/stream/path_board.hpp"
+#include "comm/stream/host_board.hpp"
+#include "transport/stream/links/link_map.hpp"
 #include "transport/stream/links/link_mover.hpp"
 #include "transport/stream/links/retired.hpp"
 #include "transport/stream/mixed_mover.hpp"
@@ -21,6 +23,106 @@ using device::Arena;
 using device::ArenaConfig;
 using device::CallBoard;
 using device::SharedBoard;
+
+// The call board of ranks on several hosts: shared memory for the peers of this host, messages of
+// the host world for the others.
+class PathBoard final : public device::CallBoard {
+ public:
+  // `local`: the board of this rank's host, which numbers ranks as the world does.
+  PathBoard(World& world, std::shared_ptr<device::SharedBoard> local, const LinkMap& map);
+
+  uint64_t key() const override { return local_->key(); }
+  void enter(int own) override { local_->enter(own); }
+  void opened() override { local_->opened(); }
+  void fail(int own, const Error& error, const std::vector<uint64_t>& valid_posts) override;
+  void leave(int own, const std::string& reason, const std::vector<uint64_t>& valid_posts) override;
+  uint64_t validPosts(int src, int own) override { return boardOf(src).validPosts(src, own); }
+  device::BoardState state(int rank) override { return boardOf(rank).state(rank); }
+  Error lastError(int rank) override { return boardOf(rank).lastError(rank); }
+  bool processAlive(int rank) override { return boardOf(rank).processAlive(rank); }
+  bool post(int own, int dst, const device::CallEntry& entry) override {
+    return boardOf(dst).post(own, dst, entry);
+  }
+  void expect(int src, int own, const device::CallEntry& entry) override {
+    boardOf(src).expect(src, own, entry);
+  }
+  std::optional<device::CallEntry> take(int src, int own) override {
+    return boardOf(src).take(src, own);
+  }
+  void accept(int src, int own) override { boardOf(src).accept(src, own); }
+  uint64_t accepted(int own, int dst) override { return boardOf(dst).accepted(own, dst); }
+
+ private:
+  CallBoard& boardOf(int rank) {
+    if (here_[static_cast<size_t>(rank)]) return *local_;
+    return far_;
+  }
+
+  const std::shared_ptr<device::SharedBoard> local_;
+  HostBoard far_;
+  std::vector<bool> here_;
+};
+
+PathBoard::PathBoard(World& world, std::shared_ptr<device::SharedBoard> local, const LinkMap& map)
+    : local_(std::move(local)), far_(world) {
+  for (int rank = 0; rank < map.size(); ++rank) here_.push_back(map.sameHost(rank, world.rank()));
+}
+
+// The host's own board first: its peers read the error there before the host world ends.
+void PathBoard::fail(int own, const Error& error, const std::vector<uint64_t>& valid_posts) {
+  local_->fail(own, error, valid_posts);
+  far_.fail(own, error, valid_posts);
+}
+
+void PathBoard::leave(int own, const std::string& reason,
+                      const std::vector<uint64_t>& valid_posts) {
+  local_->leave(own, reason, valid_posts);
+  far_.leave(own, reason, valid_posts);
+}
+
+// Broadcasts rank 0's value over the host world.
+template <typename Value>
+void fromRank0(const Communicator& comm, Value& value) {
+  comm.collective({.in = &value, .out = &value, .count = sizeof value},
+                  {.op = OpCode::kBroadcast, .root = 0}, 0, {});
+}
+
+constexpr auto kCheckInterval = std::chrono::milliseconds(100);
+
+// Throws when a rank that has to join too is gone.
+NcclWorld::WaitCheck checkRanks(World& world) {
+  return [&world, next = Clock::now() + kCheckInterval]() mutable {
+    if (Clock::now() < next) return;
+    for (int rank = 0; rank < world.size(); ++rank) {
+      if (const std::optional<Error> loss = world.departure(rank)) throw *loss;
+    }
+    next = Clock::now() + kCheckInterval;
+  };
+}
+
+// Joins the communicator of all ranks; it leaves out the messages between linked pairs. Collective.
+std::unique_ptr<NcclMover> ncclMover(const Communicator& comm, const DevicePtr& device,
+                                     const NcclJoining& nccl, const NcclCosts& costs,
+                                     const LinkMap& map) {
+  const std::shared_ptr<const NcclApi> api = nccl.library();
+  NcclUniqueId id{};
+  if (comm.rank() == 0) ncclCheck(*api, api->getUniqueId(&id), "ncclGetUniqueId", nullptr, 0);
+  fromRank0(comm, id);
+  World& host = comm.world();
+  const NcclWorld::WaitCheck check = checkRanks(host);
+  const DeviceMemory bytes(device, device->allocate(2));  // that connectAhead() exchanges
+  auto world = std::make_unique<NcclWorld>(api, id, comm.rank(), comm.size(), host.timeout(),
+                                           host.schedules().nodesOf(comm.ranks()), check);
+  std::vector<bool> linked;
+  for (int rank = 0; rank < comm.size(); ++rank) linked.push_back(map.linked(comm.rank(), rank));
+  if (!map.none()) world->leaveOut(std::move(linked));
+  const OwnedStream stream(device, device->createStream());
+  device->fill(bytes.get(), 0, 2, stream.get());
+  world->connectAhead(nccl.connect_distance, static_cast<std::byte*>(bytes.get()),
+                      ncclStreamOf(stream.get()), check);
+  device->synchronize(stream.get(), host.timeout(), check);
+  return std::make_unique<NcclMover>(device, std::move(world), costs);
+}
 
 // What a rank that joins with links sends to every other rank.
 struct Introduction {
