@@ -28,7 +28,7 @@ from hdpcomm.comm.topology import shared_cores
 from hdpcomm.data.agree import from_rank
 from hdpcomm.errors import Error, first_line
 from hdpcomm.log import LOG
-from hdpcomm.measure.links import measure_world
+from hdpcomm.measure.timing import measure_world
 from hdpcomm.run import RunConfig
 
 __all__ = ["SECTIONS", "Settings", "accept"]

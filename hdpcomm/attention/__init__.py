@@ -3,7 +3,6 @@
 from hdpcomm.attention.api import mla_attention, ring_attention
 from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
-from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.chosen import index_top_k, indexed_attention, selected_attention
 from hdpcomm.attention.engine import AttentionCosts, AttentionOptions
 from hdpcomm.attention.linear import delta_rule, short_conv, ssd
@@ -17,6 +16,7 @@ from hdpcomm.attention.pack_context import (
 )
 from hdpcomm.attention.packs import (
     BalancedPack,
+    BlockMask,
     Pack,
     SpanPack,
     as_pack,

@@ -1,12 +1,11 @@
 """Plans of training steps: which ranks run which sequences, and in which order. Imports no torch."""
 
 from hdpcomm.plan.ahead import PlanAhead, PlannedStep
-from hdpcomm.plan.calibration import Calibration
 from hdpcomm.plan.cost import CostModel, CostSample
 from hdpcomm.plan.items import Item
 from hdpcomm.plan.learn import CostLearner, RankTimes
 from hdpcomm.plan.memory import MemoryModel
-from hdpcomm.plan.model_config import ARCHITECTURES, load_model, model_from_config
+from hdpcomm.plan.model_config import ARCHITECTURES, Calibration, load_model, model_from_config
 from hdpcomm.plan.planner import POLICIES, Planner
 from hdpcomm.plan.specs import DEVICES, MODELS, ClusterSpec, DeviceSpec, ModelSpec
 from hdpcomm.plan.stage_cut import stage_layers, stage_work

@@ -22,9 +22,8 @@ import torch.distributed as dist
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.torch_backend.engine import Engine
 from hdpcomm.torch_backend.group import HdpProcessGroup
-from hdpcomm.torch_backend.work import BackendError, BackendLost, BackendMismatch, BackendTimeout
+from hdpcomm.torch_backend.work import BackendError, BackendLost, BackendMismatch, BackendTimeout, Engine
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

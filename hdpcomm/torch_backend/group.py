@@ -13,8 +13,7 @@ from torch.distributed import ReduceOp
 
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.torch_backend.engine import Engine, Operation
-from hdpcomm.torch_backend.work import BackendWork, seconds_of
+from hdpcomm.torch_backend.work import BackendWork, Engine, Operation, seconds_of
 
 __all__ = ["HdpProcessGroup"]
 

@@ -20,7 +20,7 @@ from hdpcomm import _core
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.comm.device.paths import Devices
 from hdpcomm.torch_backend import HdpProcessGroup
-from hdpcomm.torch_backend.engine import Engine
+from hdpcomm.torch_backend.work import Engine
 
 __all__ = ["Caller", "joined", "tensors_with_streams"]
 
@@ -57,7 +57,7 @@ def tensors_with_streams() -> Iterator[None]:
     """Worlds that are joined inside take host tensors for device memory behind the threads' current streams."""
     with (
         mock.patch("hdpcomm.comm.device.paths.Devices", _DevicesWithStreams),
-        mock.patch("hdpcomm.torch_backend.engine.on_side_stream", _on_side_stream),
+        mock.patch("hdpcomm.torch_backend.work.on_side_stream", _on_side_stream),
     ):
         yield
 

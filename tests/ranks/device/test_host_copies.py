@@ -14,7 +14,7 @@ from hdpcomm import _core
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.testing import run_threads, spawn
 from hdpcomm.train import Trainer
-from hdpcomm.train.zero import host_copies
+from hdpcomm.train.step import runner as host_copies
 from tests.ranks.train.test_trainer import LENGTHS, fetch, trainer_of
 
 VARIANTS: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ import pytest
 import hdpcomm as hdp
 from hdpcomm.comm import Communicator
 from hdpcomm.comm.costs import load_costs, save_costs
-from hdpcomm.measure import links
+from hdpcomm.measure import timing as links
 from tests.harness.fakes import run_threads
 
 

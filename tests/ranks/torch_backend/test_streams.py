@@ -20,8 +20,7 @@ from hdpcomm.comm.device.communicator import DeviceWork
 from hdpcomm.testing import run_threads
 from hdpcomm.testing.device_check import OrderingError, check, planted_sites
 from hdpcomm.torch_backend import BackendTimeout, communicator
-from hdpcomm.torch_backend.engine import Operation
-from hdpcomm.torch_backend.work import BackendAborted, StreamWork
+from hdpcomm.torch_backend.work import BackendAborted, Operation, StreamWork
 from tests.harness.stream_groups import joined, tensors_with_streams
 from tests.harness.torch_groups import data, torch_ranks
 from tests.harness.worlds import small_slots

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.measure import links
+from hdpcomm.measure import timing as links
 from hdpcomm.perf.config import REDOPS, PerfConfig, parse_size
 from hdpcomm.perf.data import ALL, contribution, element_type, reduced, values
 from hdpcomm.perf.ops import OPERATIONS, operation, parts
