@@ -20,14 +20,13 @@ import torch.distributed as dist
 from hdpcomm import _core
 from hdpcomm.arguments import check_seconds
 from hdpcomm.comm import flight_recorder
-from hdpcomm.comm.addresses import allow_sockets, listening_address
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.connections import WORLD_BYTES, Connections, listen
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.comm.device.paths import AUTOMATIC, DEVICE_TRANSPORTS, join_devices
 from hdpcomm.comm.launchers import agent_restarts, joined, master, rank_and_size
-from hdpcomm.comm.machine import machine
+from hdpcomm.comm.machine import allow_sockets, listening_address, machine
 from hdpcomm.comm.secret import SAME_SECRET, job_secret
 from hdpcomm.comm.torch_store import DIED_KEY, SignedStore, connect_store, open_file_store, serve_store
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage, PeerLost

@@ -23,8 +23,8 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.row_passes import RowPasses, ScoredRows, Sequences
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, classified_token
 from hdpcomm.models.media import MediaEncoder
+from hdpcomm.train.losses.functions import IGNORE
 from hdpcomm.train.losses.label_terms import LabelTerms
-from hdpcomm.train.losses.loss import IGNORE
 from hdpcomm.train.losses.shards import routes_of
 
 __all__ = [

@@ -28,8 +28,8 @@ from hdpcomm.kernels import LabelLoss
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE
 from hdpcomm.models.media import MediaEncoder
 from hdpcomm.train.losses import TokenLoss
+from hdpcomm.train.losses.functions import IGNORE
 from hdpcomm.train.losses.label_terms import Batch, LabelTerms, token_terms
-from hdpcomm.train.losses.loss import IGNORE
 
 __all__ = ["LogitLoss", "ModelLabels", "TokenMetrics", "add_noise", "function_terms", "token_loss"]
 

@@ -33,6 +33,7 @@ from hdpcomm.offload.activations import SMALLEST_OFFLOAD
 from hdpcomm.plan import CostModel, Item, ModelSpec, PlannedStep, Planner, TrajectoryTree, Tree, trees_of_prompts
 from hdpcomm.plan.items import PlacedItems
 from hdpcomm.plan.planner import LONGEST_MEASURED, MOST_SLICES
+from hdpcomm.train.losses.functions import IGNORE
 from hdpcomm.train.losses.label_terms import (
     Batch,
     KeptLogProbs,
@@ -42,7 +43,6 @@ from hdpcomm.train.losses.label_terms import (
     shares_prefixes,
     shorter_plan,
 )
-from hdpcomm.train.losses.loss import IGNORE
 from hdpcomm.train.step.items import with_items
 from hdpcomm.train.step.passes import StepInputs
 from hdpcomm.train.step.runner import Runner

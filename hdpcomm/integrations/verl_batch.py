@@ -13,7 +13,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 from hdpcomm.integrations.row_passes import Sequences
 from hdpcomm.integrations.verl_options import unsupported
 from hdpcomm.models.media import FAMILIES, MediaEncoder
-from hdpcomm.train.losses.loss import IGNORE
+from hdpcomm.train.losses.functions import IGNORE
 
 __all__ = ["check_batch", "sequences_of", "temperature_of"]
 

@@ -54,7 +54,7 @@ from hdpcomm.models.lora_names import base_name, is_adapter
 from hdpcomm.models.self_check import is_random
 from hdpcomm.run.checkpoints import CheckpointFolder
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
-from hdpcomm.train.losses.loss import IGNORE
+from hdpcomm.train.losses.functions import IGNORE
 from hdpcomm.train.step.passes import Passes
 from hdpcomm.train.step.replicas import settings_of
 from hdpcomm.train.step.runner import Runner, StepSettings

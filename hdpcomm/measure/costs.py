@@ -20,7 +20,7 @@ from hdpcomm.models.indexers import key_limit
 from hdpcomm.models.recompute import WeightGradients
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.plan import CostModel, CostSample
-from hdpcomm.train.losses.loss import next_token_labels
+from hdpcomm.train.losses.functions import next_token_labels
 from hdpcomm.train.losses.shards import PackedShard, empty_shard, micro_batch_loss, pack_of, sequences_shard
 from hdpcomm.train.step.metrics import processor_seconds
 

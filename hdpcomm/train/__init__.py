@@ -1,7 +1,7 @@
 """Training: the step of Hybrid Data Parallelism."""
 
 from hdpcomm.train.losses import GroupLoss, TokenLoss, rollout
-from hdpcomm.train.losses.loss import IGNORE, next_token_labels, summed_loss
+from hdpcomm.train.losses.functions import IGNORE, next_token_labels, summed_loss
 from hdpcomm.train.losses.shards import Fetch, FetchParts, PackedShard, pack_shard
 from hdpcomm.train.state.reshard import Reshard
 from hdpcomm.train.step.averages import average_weights

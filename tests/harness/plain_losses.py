@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hdpcomm.train.losses import dapo, dpo, dr_grpo, grpo, gspo, ppo, sft, simpo
-from hdpcomm.train.losses.loss import IGNORE
+from hdpcomm.train.losses.functions import IGNORE
 from tests.harness.plain_llama import router_losses, sequence_logits
 
 __all__ = ["PLAIN", "batch_loss", "log_probs_of"]

@@ -28,8 +28,7 @@ from hdpcomm.kernels.transfers import to_device
 from hdpcomm.models.media import MEDIA
 from hdpcomm.models.routes import KeptRoutes, TakenRoutes
 from hdpcomm.plan import PlannedStep, SequenceFragment, StepPlan, TrajectoryTree, Tree, TreeFragment
-from hdpcomm.train.losses.functions import COMPUTED, GroupLoss, TokenLoss
-from hdpcomm.train.losses.loss import IGNORE
+from hdpcomm.train.losses.functions import COMPUTED, IGNORE, GroupLoss, TokenLoss
 from hdpcomm.train.losses.shards import (
     WEIGHTS,
     Fetch,

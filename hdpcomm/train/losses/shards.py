@@ -24,7 +24,7 @@ from hdpcomm.models.moe import RouterWeights, path_sums
 from hdpcomm.models.routes import ShardRoutes, TakenRoutes
 from hdpcomm.plan import MicroBatch, SequenceFragment, TreeFragment
 from hdpcomm.plan.tree import Tree, join_trees
-from hdpcomm.train.losses.loss import IGNORE, next_token_labels, summed_loss
+from hdpcomm.train.losses.functions import IGNORE, next_token_labels, summed_loss
 from hdpcomm.train.state.layout import Layout
 
 __all__ = [

@@ -20,8 +20,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from hdpcomm.comm import Communicator
-from hdpcomm.comm.addresses import interface_of, own_address
 from hdpcomm.comm.bootstrap import open_store
+from hdpcomm.comm.machine import interface_of, own_address
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.errors import Error, InvalidUsage

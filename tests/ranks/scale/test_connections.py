@@ -21,9 +21,9 @@ import torch
 import hdpcomm as hdp
 from hdpcomm._core import transport
 from hdpcomm.comm import connections
-from hdpcomm.comm.addresses import listening_address
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.connections import Connections, listen
+from hdpcomm.comm.machine import listening_address
 from hdpcomm.comm.secret import Secret
 from tests.harness.fault_cases import LONG_S
 from tests.harness.native import _testing

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import hdpcomm as hdp
 from hdpcomm._core import comm as core
 from hdpcomm._core import transport
-from hdpcomm.comm.addresses import allow_sockets, own_address
 from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.machine import allow_sockets, own_address
 from hdpcomm.testing import spawn
 from tests.harness.fault_cases import LONG_S, sums, survives, told_survivors, wait_for
 
