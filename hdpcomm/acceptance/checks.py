@@ -51,7 +51,6 @@ from hdpcomm.run.flops import known_device
 from hdpcomm.train.step.data_parallel import torch_group
 
 __all__ = [
-    "BUSBW",
     "check_collectives",
     "check_copies",
     "check_disks",

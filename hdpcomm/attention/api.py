@@ -44,19 +44,7 @@ from hdpcomm.comm.tensors import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import without_second_derivative
 
-__all__ = [
-    "Arguments",
-    "RingAttention",
-    "SENDS",
-    "attend",
-    "check_arguments",
-    "check_lse",
-    "choose_send",
-    "make_call",
-    "mla_attention",
-    "plan_call",
-    "ring_attention",
-]
+__all__ = ["Arguments", "attend", "choose_send", "mla_attention", "plan_call", "ring_attention"]
 
 RING_OPTIONS = ("variant", "cu_seqlens_k", "softcap", "sinks", "chunk", "costs", "check")
 """The fields of :class:`AttentionOptions` that softmax attention has."""

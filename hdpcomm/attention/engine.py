@@ -34,7 +34,6 @@ __all__ = [
     "AttentionOptions",
     "Call",
     "LatentDims",
-    "VARIANTS",
     "Variant",
     "as_saved",
     "backward",

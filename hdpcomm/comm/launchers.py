@@ -14,17 +14,7 @@ from pathlib import Path
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = [
-    "Place",
-    "agent_restarts",
-    "first_host",
-    "joined",
-    "local_place",
-    "master",
-    "place",
-    "rank_and_size",
-    "tasks_on_node",
-]
+__all__ = ["agent_restarts", "first_host", "joined", "local_place", "master", "place", "rank_and_size", "tasks_on_node"]
 
 _PORTS = range(20_000, 30_000)  # for jobs whose launcher names none
 

@@ -33,18 +33,7 @@ from hdpcomm.train import materialize
 from hdpcomm.train.step.runner import Runner, StepSettings
 from hdpcomm.train.step.state import State
 
-__all__ = [
-    "FolderSource",
-    "PartsInFolders",
-    "file_copy",
-    "has_weights",
-    "load_optimizer",
-    "load_scheduler",
-    "load_weights",
-    "read_plain_values",
-    "save_optimizer",
-    "weights_for",
-]
+__all__ = ["FolderSource", "PartsInFolders", "file_copy", "load_optimizer", "load_weights", "read_plain_values"]
 
 
 class FolderSource:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "IGNORE",
     "LabelLoss",
-    "LogitRows",
     "LossOptions",
     "VocabularyShard",
     "default_chunk_tokens",

@@ -29,7 +29,6 @@ from hdpcomm.plan import model_from_config
 from hdpcomm.plan.cost import limit_of
 
 __all__ = [
-    "absorbed",
     "attend_chosen",
     "key_limit",
     "latent_attention",

@@ -23,7 +23,6 @@ __all__ = [
     "WeightGradients",
     "carry_into_checkpoints",
     "inner_forward",
-    "is_recomputed",
     "recomputed_layers",
     "refuse_reentrant",
     "set_inner_forward",

@@ -26,8 +26,6 @@ __all__ = [
     "compute_stream",
     "host_memory",
     "measure_copies",
-    "numa_node_of",
-    "open_device",
     "rank_pool",
 ]
 

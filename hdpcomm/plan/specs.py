@@ -30,7 +30,6 @@ __all__ = [
     "MODELS",
     "ModelSpec",
     "NODE_DEVICES",
-    "check_positive",
     "cluster_from_dict",
     "cluster_to_dict",
     "device_in",

@@ -35,10 +35,8 @@ __all__ = [
     "BackendWork",
     "Engine",
     "Operation",
-    "Part",
     "StreamWork",
     "seconds_of",
-    "translate",
 ]
 
 

@@ -33,7 +33,6 @@ __all__ = [
     "PulledWeights",
     "PushedSums",
     "SideStream",
-    "SideThread",
     "SideWork",
     "has_part",
     "names_only",
