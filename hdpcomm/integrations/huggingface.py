@@ -30,7 +30,9 @@ from hdpcomm.integrations.huggingface_batch import ComputedLoss, LogProbModel, S
 from hdpcomm.integrations.huggingface_checkpoints import (
     FolderSource,
     PartsInFolders,
+    least_zero,
     load_optimizer,
+    without_fsdp,
 )
 from hdpcomm.integrations.huggingface_losses import ModelLabels, TokenMetrics, add_noise, token_loss
 from hdpcomm.integrations.huggingface_options import (
@@ -42,7 +44,6 @@ from hdpcomm.integrations.huggingface_options import (
     mesh_text,
     scores_old,
 )
-from hdpcomm.integrations.huggingface_zero import least_zero, without_fsdp
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses, Sequences, gather_sequences
 from hdpcomm.models import adapt, compile_layers, use_float8
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, head_of

@@ -8,7 +8,7 @@ from hdpcomm.train.step.averages import average_weights
 from hdpcomm.train.step.metrics import Span, StepMetrics, Timeline, Totals, totals
 from hdpcomm.train.step.trainer import Trainer
 from hdpcomm.train.zero.gradients import Gradients
-from hdpcomm.train.zero.materialize import materialize
+from hdpcomm.train.zero.masters import materialize
 from hdpcomm.train.zero.matrix_owners import MatrixOwners
 
 __all__ = [

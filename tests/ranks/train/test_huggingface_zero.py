@@ -131,7 +131,7 @@ def test_parts_train_save_and_resume_as_whole_weights_do(ranks: Any, tmp_path: P
 
 
 def stage_of(folder: str, memory: float, model: Any, given: dict[str, Any]) -> int | str:
-    from hdpcomm.integrations import huggingface_zero
+    from hdpcomm.integrations import huggingface_checkpoints as huggingface_zero
     from hdpcomm.integrations.huggingface import Trainer
 
     before, huggingface_zero._memory_bytes = huggingface_zero._memory_bytes, lambda *_: memory
