@@ -366,13 +366,6 @@ def _v_dim(q: Tensor, c_kv: Tensor, k_rope: Tensor, w_kv: Tensor) -> int:
     return v_dim
 
 
-def _keys_values(c_kv: Tensor, k_rope: Tensor, w_kv: Tensor, heads: int, v_dim: int) -> tuple[Tensor, Tensor]:
-    """K [tokens, heads, nope_dim + rope_dim] and V [tokens, heads, v_dim], differentiable."""
-    both = torch.nn.functional.linear(c_kv, w_kv).view(c_kv.shape[0], heads, w_kv.shape[0] // heads)
-    k = torch.cat((both[..., :-v_dim], k_rope[:, None].expand(-1, heads, -1)), dim=-1)
-    return k.contiguous(), both[..., -v_dim:].contiguous()
-
-
 @untraced
 def mla_attention(
     q: Tensor,
@@ -438,7 +431,9 @@ def mla_attention(
             (c_all, rope_all), _ = keep_rows(pack, comm, c_kv, k_rope)
             problem = replace(latent_problem, latent_dim=0)
             call = make_call((q.shape[0], c_all.shape[0]), problem, comm, layouts, arguments)
-            tensors = (q.contiguous(), *_keys_values(c_all, rope_all, w_kv, heads, v_dim))
+            both = torch.nn.functional.linear(c_all, w_kv).view(c_all.shape[0], heads, w_kv.shape[0] // heads)
+            k = torch.cat((both[..., :-v_dim], rope_all[:, None].expand(-1, heads, -1)), dim=-1)
+            tensors = (q.contiguous(), k.contiguous(), both[..., -v_dim:].contiguous())
         else:
             (latent,), again = keep_rows(pack, comm, torch.cat((c_kv, k_rope), dim=1).unsqueeze(1))
             weight = w_kv.contiguous().view(heads, -1, w_kv.shape[1])

@@ -293,7 +293,7 @@ class _RingBuffers:
         self._payload = payload
         self._new = payload.like.new_empty
         self._kv: dict[int, Tensor] = {}
-        self._grads: dict[int, Tensor] = {}
+        self.grads: dict[int, Tensor] = {}
         # Where the transport has a landing zone, KV arrives in it, in two alternating buffers.
         self._landing = _landing_of(plan, comm, payload)
         if plan.steps[0].kv_until > 0:
@@ -306,8 +306,8 @@ class _RingBuffers:
     def new_grads(self, step: int, dtype: torch.dtype) -> Tensor:
         """Zeros for the gradients of the rows of ``step``."""
         shape = (self._plan.steps[step].kv_rows, self._payload.width)
-        self._grads[step] = torch.zeros(shape, dtype=dtype, device=self._payload.like.device)
-        return self._grads[step]
+        self.grads[step] = torch.zeros(shape, dtype=dtype, device=self._payload.like.device)
+        return self.grads[step]
 
     def post(self, due: int, *, grads: bool) -> RowExchange:
         """Posts KV due at step ``due + 1`` and, with ``grads``, gradients due at ``due``."""
@@ -317,9 +317,9 @@ class _RingBuffers:
         if grads:
             step = self._plan.steps[due]
             for message in step.grad_sends:
-                pending.send(self._grads[message.step], message.rows, message.peer)
+                pending.send(self.grads[message.step], message.rows, message.peer)
             for message in step.grad_recvs:
-                pending.receive(self._grads[message.step], message.rows, message.peer, add=True)
+                pending.receive(self.grads[message.step], message.rows, message.peer, add=True)
         pending.post(self._comm)
         return pending
 
@@ -341,18 +341,14 @@ class _RingBuffers:
         steps = self._plan.steps
         for step in [s for s in self._kv if s <= due and steps[s].kv_until <= due + 1]:
             del self._kv[step]
-        for step in [s for s in self._grads if 0 < s <= due and steps[s].grad_until <= due]:
-            del self._grads[step]
+        for step in [s for s in self.grads if 0 < s <= due and steps[s].grad_until <= due]:
+            del self.grads[step]
 
     def close(self) -> None:
         """Releases the landing zone, after the last step."""
         self._kv.clear()
         if self._landing is not None:
             self._landing.close()
-
-    def own_grads(self) -> Tensor:
-        """The gradients of this rank's own rows."""
-        return self._grads[0]
 
 
 def ring_forward(q: Tensor, payload: Payload, route: Route[RingPlan]) -> Accumulator:
@@ -399,4 +395,4 @@ def ring_backward(
                 payload.fold(buffers.kv(t), pair, grads, dtype)
             buffers.finish(pending, t)
     buffers.close()
-    return dq.total(), *payload.split(buffers.own_grads())
+    return dq.total(), *payload.split(buffers.grads[0])

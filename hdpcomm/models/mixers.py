@@ -142,17 +142,14 @@ def _scan(
     return on_local_tokens(pack, recur, (_rounded(x, x), _wide(step), _rounded(b, x), _rounded(c, x))).unsqueeze(0)
 
 
-def _no_fused_kernel(*_: Any, **__: Any) -> None:
-    """``mamba2_split_conv1d_scan_combined``, which returns None where it has no kernel."""
-
-
 _CONV = "causal_conv1d_fn"
 _MIXING: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _delta,
     "chunk_kimi_delta_attention": _delta,
     "mamba2_chunk_scan": _scan,
 }
-_OTHERS: dict[str, Callable[..., Any]] = {_CONV: _conv, "mamba2_split_conv1d_scan_combined": _no_fused_kernel}
+# The last one is fused, and returns None where it has no kernel.
+_OTHERS: dict[str, Callable[..., Any]] = {_CONV: _conv, "mamba2_split_conv1d_scan_combined": lambda *_, **__: None}
 
 
 def _own_forward(layer: nn.Module) -> Any:

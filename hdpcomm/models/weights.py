@@ -148,7 +148,10 @@ class FolderWeights:
             raise InvalidUsage(f"{folder} has quantised weights, which are not trained; give those in bf16 or fp32")
         self._new = NewWeights(model, seed)  # for what is computed and not stored
         self._files = _Files(folder)
-        self._causal_lm: Any = _without_adapters(model.model)
+        made = _on_meta(model.model)  # without memory, and without what peft has put into it
+        self._causal_lm: Any = made
+        if made is not inner_causal_lm(made):
+            self._causal_lm = made.unload()
         self._sources = _sources(self._causal_lm, self._files)
         self._names: dict[str, str] = {}
         computed = {id(b) for b in _buffers_not_saved(self._causal_lm)}
@@ -206,12 +209,6 @@ def _on_meta(model: Any) -> Any:
         for p in model.parameters()
     }
     return copy.deepcopy(model, memo)
-
-
-def _without_adapters(model: Any) -> Any:
-    """A copy of a causal LM without memory, and without what peft has put into it. Local."""
-    made = _on_meta(model)
-    return made if made is inner_causal_lm(made) else made.unload()
 
 
 def _modules_on_the_way(model: nn.Module, place: str) -> Iterator[nn.Module]:

@@ -13,7 +13,7 @@ from hdpcomm._core.offload import CopyEngine, PooledCopy
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload.pool import compute_stream
 
-__all__ = ["HostCopy", "Lane", "ResidentTensor", "StorageRecord", "StoredTensor", "changed_in_place"]
+__all__ = ["HostCopy", "Lane", "ResidentTensor", "StorageRecord", "StoredTensor", "changed_in_place", "flat_bytes"]
 
 _Copy = TypeVar("_Copy", bound="HostCopy")
 
@@ -67,7 +67,7 @@ class HostCopy:
         self.cut = cut
         self._copy = copy
         self._source: torch.Tensor | None = tensor
-        self._kept = _flat(storage)[cut:nbytes].clone() if cut < nbytes else None
+        self._kept = flat_bytes(storage)[cut:nbytes].clone() if cut < nbytes else None
         self._target: torch.Tensor | None = None
         """The tensor that is being loaded."""
         lane.device.annotate_read(storage.data_ptr(), nbytes)
@@ -241,6 +241,6 @@ def changed_in_place(tensor: torch.Tensor, version: int) -> InvalidUsage:
     )
 
 
-def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
+def flat_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """All bytes of a storage, uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -162,10 +162,6 @@ def _of_chunked(config: _Config, _: str) -> list[TokenMixing]:
     return _of_types(types, {_FULL: lambda: _softmax(config, None), _CHUNKED: lambda: _softmax(config, half)})
 
 
-def _of_latent(config: _Config, _: str) -> list[TokenMixing]:
-    return [_latent(config)] * config.layers
-
-
 def _of_indexed(config: _Config, _: str) -> list[TokenMixing]:
     """Layers without an indexer of their own take the choice of the one before."""
     types = config.values.get("indexer_types")
@@ -206,7 +202,9 @@ _SOFTMAX = (
 )  # fmt: skip
 ARCHITECTURES: dict[str, Callable[[_Config, str], list[TokenMixing]]] = {
     **dict.fromkeys(_SOFTMAX, _of_softmax),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), _of_latent),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), lambda config, _: [_latent(config)] * config.layers
+    ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _of_indexed),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _of_gated_delta),
     "kimi_linear": _of_kimi_linear,

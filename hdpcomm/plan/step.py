@@ -309,7 +309,10 @@ class StepPlan:
             plan = cls.of_table(
                 PlanTable.of_dicts(data["micro_batches"]),
                 fragments=tuple(map(_fragment, data.get("fragments", ()))),
-                **_plan_values(data),
+                policy=str(data["policy"]),
+                num_ranks=int(data["ranks"]),
+                **{name: float(data[name]) for name in _SECONDS},
+                **{name: type(before)(data.get(name, before)) for name, before in _LATER.items()},
             )
             plan.policy.encode()  # as its hash does: JSON may hold what is no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -384,13 +387,6 @@ _LATER: dict[str, float | int | str] = {
     "queued": 0, "queue_pools": 1, "made_by": "", "key_limit": 0.0, "limited": 0.0,
 }  # fmt: skip
 _VALUES = ("policy", "num_ranks", *_SECONDS, *_LATER)
-
-
-def _plan_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A plan's plain attributes from the JSON form. Raises: KeyError, TypeError, ValueError."""
-    values: dict[str, Any] = {"policy": str(given["policy"]), "num_ranks": int(given["ranks"])}
-    values |= {name: float(given[name]) for name in _SECONDS}
-    return values | {name: type(before)(given.get(name, before)) for name, before in _LATER.items()}
 
 
 def _fragment(values: Mapping[str, Any]) -> TreeFragment | SequenceFragment:

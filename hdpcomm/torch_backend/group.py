@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -324,8 +325,7 @@ class Collectives:
         rank = self.communicator.rank
         for root, part in enumerate(parts):
             out = operation.target(tensor) if root == rank else None
-            x = operation.source(part)
-            operation.start(_reduce_into, self.communicator, x, root, kind, out)
+            operation.start(partial(self.communicator.reduce, out=out), operation.source(part), root, kind)
         return self._end(operation, [tensor])
 
     def reduce_scatter_single_coalesced(
@@ -383,12 +383,6 @@ def _flatten(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _width(carrier: torch.Tensor, tensor: torch.Tensor) -> int:
     """Elements that the core carries for each element of the tensor."""
     return carrier.numel() // tensor.numel() if tensor.numel() > 0 else 1
-
-
-def _reduce_into(
-    comm: Communicator, x: torch.Tensor, root: int, op: str, out: torch.Tensor | None, *, async_op: bool
-) -> Any:
-    return comm.reduce(x, root, op, out=out, async_op=async_op)
 
 
 class HdpProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]

@@ -295,18 +295,14 @@ class Runs:
         return states.index_copy(0, order, x.view(len(order), *states.shape[1:]))
 
 
-def _best_chunk(lengths: Int64, dim: int) -> int:
-    """The chunk with the least work: 5 chunk^2 dim products inside of it, and 3 chunk dim^2 with the state."""
-    work = [(-(-lengths // c)).sum() * (5 * c * c * dim + 3 * c * dim * dim) for c in _CHUNKS]
-    return _CHUNKS[int(np.argmin(work))]
-
-
 def chunked(start: Int64, lengths: Int64, dim: int) -> Runs:
     """The runs of ``lengths`` tokens from the local rows ``start`` on.
 
     ``dim``: the rows of the state, by which the size of chunks is chosen.
     """
-    chunk = _best_chunk(lengths, dim)
+    # The one with the least work: 5 chunk^2 dim products inside of it, and 3 chunk dim^2 with the state.
+    work = [(-(-lengths // c)).sum() * (5 * c * c * dim + 3 * c * dim * dim) for c in _CHUNKS]
+    chunk = _CHUNKS[int(np.argmin(work))]
     counts = -(-lengths // chunk)
     order = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())]
     first, tokens, counts = start[order], lengths[order], counts[order]

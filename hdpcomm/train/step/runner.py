@@ -17,6 +17,7 @@ from hdpcomm.comm.window import Window
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.moe import loads_on_mesh, settle_loads
+from hdpcomm.offload.records import flat_bytes
 from hdpcomm.parallel.stages import share_values
 from hdpcomm.plan import StepPlan
 from hdpcomm.train.state.layout import layout_of, plain_name
@@ -119,7 +120,7 @@ class HostCopies:
         tensors = list(tensors)
         stay = _storages(but)
         self._storages = [
-            (storage, storage.nbytes(), _Copy.begin(_bytes(storage)))
+            (storage, storage.nbytes(), _Copy.begin(flat_bytes(storage)))
             for key, storage in _storages(tensors).items()
             if key not in stay
         ]
@@ -155,7 +156,7 @@ class HostCopies:
         while self._storages:
             storage, size, copy = self._storages[-1]
             storage.resize_(size)
-            copy.fill(_bytes(storage))
+            copy.fill(flat_bytes(storage))
             self._storages.pop()
         self._synchronize()
         self.away = False
@@ -169,10 +170,6 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Storages whose memory can be given back, each once."""
     found = (plain.untyped_storage() for tensor in tensors for plain in plain_tensors(tensor))
     return {each._cdata: each for each in found if each.nbytes() >= _SMALLEST and each.resizable()}
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _views(window: Window, tensors: Iterable[Tensor]) -> Iterator[_View]:
