@@ -57,9 +57,9 @@ inline constexpr int kHost = -1;
 bool describePlain(PyObject* x, TensorView* described, int where = kHost);
 // The same of a description by hdpcomm/comm/tensors.py: (address, count, dtype).
 bool describeTuple(PyObject* x, TensorView* described);
-// Counters (comm_counter_py.cpp).
+// Counters (comm_host_py.cpp).
 void bindCounter(pybind11::module_& module);
-// Memory that ranks of a host map (comm_window_py.cpp).
+// Memory that ranks of a host map (comm_host_py.cpp).
 void bindWindow(pybind11::module_& module);
 // How worlds begin and end (comm_joining_py.cpp).
 void bindJoining(pybind11::module_& module);

@@ -17,7 +17,6 @@
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 #include "planner/policies/policies.hpp"
-#include "planner/simulate/simulated_step.hpp"
 #include "planner/simulate/simulator.hpp"
 
 namespace py = pybind11;

@@ -2,7 +2,7 @@
 // within T on no number of ranks, if the rank-seconds of all sequences at their smallest possible
 // sizes do not fit into the ranks, or if more long sequences have to follow each other than fit
 // into T. The bound is the smallest T that passes all of these tests, and those of
-// pipeline_configurations.hpp. With a pipeline of p stages each micro-batch passes all of them, and
+// pipeline_configurations.cpp. With a pipeline of p stages each micro-batch passes all of them, and
 // the last stage is idle while the first micro-batch comes and the last one goes; there the bound
 // of the longest sequences alone may be higher, and counts. Ranks of different speeds count as that
 // much of a rank.
@@ -17,8 +17,6 @@
 #include <optional>
 #include <vector>
 
-#include "planner/bound/counted_stages.hpp"
-#include "planner/bound/pipeline_configurations.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/pipeline_ramps.hpp"
 #include "planner/model/slice_bounds.hpp"

@@ -1,9 +1,9 @@
-#include "planner/bound/counted_stages.hpp"
-
 #include <algorithm>
 #include <functional>
 #include <limits>
 #include <numeric>
+
+#include "planner/bound/bound.hpp"
 
 namespace hdpcomm::planner {
 namespace {

@@ -1,5 +1,3 @@
-#include "planner/bound/pipeline_configurations.hpp"
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -8,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "planner/bound/bound.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/pipeline_ramps.hpp"
 #include "planner/model/problem.hpp"

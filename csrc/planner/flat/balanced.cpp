@@ -22,9 +22,7 @@
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 #include "planner/model/rings.hpp"
-#include "planner/search/candidates.hpp"
-#include "planner/search/copied_part.hpp"
-#include "planner/search/local_search.hpp"
+#include "planner/search/search.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
 namespace hdpcomm::planner {

@@ -1,4 +1,4 @@
-// The policy "balanced" for ranks that are one device each.
+// The policy "balanced": the best of all candidates; never longer than a plan of another policy.
 #pragma once
 
 #include "planner/baselines/baselines.hpp"
@@ -7,7 +7,9 @@
 
 namespace hdpcomm::planner {
 
-// The best of all candidates; never longer than a plan of another policy.
+// For ranks that are one device each.
 Plan planBalanced(const Problem& problem, const PolicyOptions& options, double lower_bound);
+// For ranks that are pipelines.
+Plan planPipeline(const Problem& problem, const PolicyOptions& options, double lower_bound);
 
 }  // namespace hdpcomm::planner

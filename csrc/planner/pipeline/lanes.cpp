@@ -18,7 +18,6 @@
 #include "planner/model/problem.hpp"
 #include "planner/model/slice_bounds.hpp"
 #include "planner/simulate/finish_plan.hpp"
-#include "planner/simulate/priority_order.hpp"
 #include "planner/simulate/simulator.hpp"
 
 namespace hdpcomm::planner {

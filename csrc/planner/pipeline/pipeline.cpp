@@ -1,7 +1,5 @@
 // Plans for ranks that are pipelines (PP-Balance of ByteScale, section 6.2), judged by the schedule
 // that runs.
-#include "planner/pipeline/pipeline.hpp"
-
 #include <algorithm>
 #include <cstdint>
 #include <functional>
@@ -13,16 +11,15 @@
 
 #include "base/xorshift.hpp"
 #include "planner/bound/bound.hpp"
+#include "planner/flat/balanced.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/pipeline_ramps.hpp"
 #include "planner/pipeline/lanes.hpp"
 #include "planner/pipeline/wave_planner.hpp"
 #include "planner/pipeline/wave_shape.hpp"
-#include "planner/search/candidates.hpp"
-#include "planner/search/copied_part.hpp"
-#include "planner/search/local_search.hpp"
+#include "planner/search/search.hpp"
 #include "planner/simulate/finish_plan.hpp"
-#include "planner/simulate/level_order.hpp"
+#include "planner/simulate/simulator.hpp"
 
 namespace hdpcomm::planner {
 namespace {

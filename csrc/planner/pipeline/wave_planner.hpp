@@ -17,7 +17,7 @@
 #include "planner/pipeline/wave_order.hpp"
 #include "planner/pipeline/wave_packs.hpp"
 #include "planner/pipeline/wave_shape.hpp"
-#include "planner/simulate/level_order.hpp"
+#include "planner/simulate/simulator.hpp"
 
 namespace hdpcomm::planner {
 

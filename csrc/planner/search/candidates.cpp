@@ -1,4 +1,4 @@
-#include "planner/search/candidates.hpp"
+#include "planner/search/search.hpp"
 
 namespace hdpcomm::planner {
 namespace {

@@ -1,5 +1,3 @@
-#include "planner/search/copied_part.hpp"
-
 #include <algorithm>
 #include <cstdint>
 #include <functional>
@@ -9,6 +7,7 @@
 #include "planner/bound/bound.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/slice_bounds.hpp"
+#include "planner/search/search.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
 namespace hdpcomm::planner {

@@ -11,10 +11,8 @@
 #include "base/xorshift.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/rings.hpp"
-#include "planner/search/local_search.hpp"
+#include "planner/search/search.hpp"
 #include "planner/simulate/finish_plan.hpp"
-#include "planner/simulate/level_order.hpp"
-#include "planner/simulate/priority_order.hpp"
 #include "planner/simulate/simulator.hpp"
 
 namespace hdpcomm::planner {

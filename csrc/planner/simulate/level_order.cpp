@@ -1,5 +1,3 @@
-#include "planner/simulate/level_order.hpp"
-
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -8,6 +6,7 @@
 #include <vector>
 
 #include "planner/simulate/pass_costs.hpp"
+#include "planner/simulate/simulator.hpp"
 
 namespace hdpcomm::planner {
 namespace {

@@ -1,5 +1,3 @@
-#include "planner/simulate/priority_order.hpp"
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -15,6 +13,7 @@
 #include "planner/model/plan.hpp"
 #include "planner/simulate/link_sharing.hpp"
 #include "planner/simulate/pass_costs.hpp"
+#include "planner/simulate/simulator.hpp"
 
 namespace hdpcomm::planner {
 namespace {

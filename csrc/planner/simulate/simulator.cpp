@@ -10,10 +10,7 @@
 #include "planner/model/cost_model.hpp"
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
-#include "planner/simulate/level_order.hpp"
 #include "planner/simulate/pass_costs.hpp"
-#include "planner/simulate/priority_order.hpp"
-#include "planner/simulate/simulated_step.hpp"
 
 namespace hdpcomm::planner {
 namespace {
