@@ -1,4 +1,4 @@
-"""What planners read of a model from files: its shape and its mix of layers, from a configuration of Hugging Face, for
+"""A model as planners read it from files: its shape and its mix of layers, from a configuration of Hugging Face, for
 which transformers is not needed; and its measured costs on a cluster (:class:`Calibration`).
 """
 
