@@ -16,7 +16,6 @@ from hdpcomm.attention.pack_context import (
 )
 from hdpcomm.attention.packs import (
     BalancedPack,
-    BlockMask,
     Pack,
     SpanPack,
     as_pack,
@@ -32,7 +31,6 @@ __all__ = [
     "AttentionCosts",
     "AttentionOptions",
     "BalancedPack",
-    "BlockMask",
     "KVStore",
     "Pack",
     "PackContext",

@@ -140,8 +140,8 @@ def _layouts(pack: Pack, comm: Communicator | None, arguments: Arguments) -> tup
     layouts[0].check_attended()
     if not options.chunk:
         return layouts
-    if not arguments.causal or keys is not None or layouts[0].masked:
-        given = "a mask or other lengths of keys" if arguments.causal else "causal=False"
+    if not arguments.causal or keys is not None:
+        given = "other lengths of keys" if arguments.causal else "causal=False"
         raise InvalidUsage(f"chunk={options.chunk} was given with {given}; {ONLY_SEQUENCES}")
     q_layout, kv_layout = pack.token_layouts(size)
     return chunked(q_layout, options.chunk), chunked(kv_layout, options.chunk)
@@ -195,7 +195,6 @@ def plan_call(q: Tensor, k: Tensor, v: Tensor, comm: Communicator | None, pack: 
         head_dim=q.shape[2],
         windowed=layouts[0].windowed(layouts[0].band(arguments.causal, arguments.window)),
         softcap=arguments.options.softcap,
-        masked=layouts[0].masked,
         v_head_dim=v.shape[2],
     )
     return make_call((q.shape[0], k.shape[0]), problem, comm, layouts, arguments)
@@ -302,12 +301,11 @@ def ring_attention(
 
     ``cu_seqlens``: int32 [num_sequences + 1] of the whole pack, the same on all ranks, with no empty sequence (best on
     the CPU: a CUDA tensor has to be waited for). Or a :class:`Tree` (a query sees its ancestors and, causally, its own
-    segment), a :class:`BlockMask` (what its function says; ``causal`` is not asked), or a slice of a
-    :class:`SlicedSequence` (a query also sees the slices before its own, whose keys were kept). ``window``: how many
-    keys a query sees to its left, itself included (without ``causal`` also to its right), or (left, right) as in
-    flash-attn, -1 for no limit. ``scale``: default head_dim ** -0.5. ``backend``: see
-    :func:`hdpcomm.attention.available_backends`. ``options``: what is rarely given (the variant, softcap, sinks,
-    chunks, other lengths of keys, costs, checks), see :class:`hdpcomm.attention.AttentionOptions`.
+    segment), a :class:`SpanPack`, or a slice of a :class:`SlicedSequence` (a query also sees the slices before its own,
+    whose keys were kept). ``window``: how many keys a query sees to its left, itself included (without ``causal`` also
+    to its right), or (left, right) as in flash-attn, -1 for no limit. ``scale``: default head_dim ** -0.5.
+    ``backend``: see :func:`hdpcomm.attention.available_backends`. ``options``: what is rarely given (the variant,
+    softcap, sinks, chunks, other lengths of keys, costs, checks), see :class:`hdpcomm.attention.AttentionOptions`.
 
     Returns the output, [T_local, heads, v_head_dim] in the type of ``q``, and with ``return_lse`` also the log-sum-exp
     [T_local, heads] (dense: [batch, T_local, heads]) in float32 (float64 for float64), not differentiable; a query that
@@ -415,7 +413,7 @@ def mla_attention(
         heads, rope_dim = q.shape[1], k_rope.shape[1]
         latent_problem = Problem(
             device="cpu" if q.is_meta else q.device.type, dtype=q.dtype, heads=heads, kv_heads=heads,
-            head_dim=q.shape[2], v_head_dim=v_dim, masked=layouts[0].masked, latent_dim=c_kv.shape[1] + rope_dim,
+            head_dim=q.shape[2], v_head_dim=v_dim, latent_dim=c_kv.shape[1] + rope_dim,
         )  # fmt: skip
         chosen = known.send
         if chosen == "auto" and pack.continues:

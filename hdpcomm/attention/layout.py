@@ -1,4 +1,4 @@
-"""Which rank holds which tokens of a pack: as pieces of sequences, of the segments of a tree, or of a masked pack.
+"""Which rank holds which tokens of a pack: as pieces of sequences, or of the segments of a tree.
 
 Each plain sequence of a pack is cut into 2N pieces; rank r of N holds pieces r and 2N-1-r, its *head* and its *tail*,
 so that under a causal mask every rank has the same work for every sequence. Piece sizes differ by at most one token,
@@ -58,7 +58,7 @@ def zigzag_holders(size: int) -> Int64:
 class Layout(ABC):
     """Pieces, none empty, by rising row of the pack; each lies in one segment, and a rank holds its pieces in order.
 
-    A segment is a sequence, a segment of a tree, or a whole masked pack.
+    A segment is a sequence, or a segment of a tree.
     """
 
     size: int
@@ -75,11 +75,6 @@ class Layout(ABC):
     """[pieces]: the rank."""
     row: Int64
     """[pieces]: first row on the owner."""
-
-    @property
-    def masked(self) -> bool:
-        """Whether a function says what is visible (:class:`hdpcomm.attention.BlockMask`)."""
-        return False
 
     @property
     def sliced(self) -> bool:

@@ -20,7 +20,7 @@ from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
 
 __all__ = [
-    "Atoms", "Band", "Int64", "Span", "Tile", "Visible", "atom_spans", "band_of", "band_tile", "join_tiles",
+    "Atoms", "Band", "Int64", "Span",   "Tile", "atom_spans", "band_of", "band_tile", "join_tiles",
     "pairs_before", "run_starts", "tiles_of", "window_pair",
 ]  # fmt: skip
 
@@ -80,20 +80,11 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Visible:
-    """Which pairs of a tile a mask of one's own allows."""
-
-    pairs: npt.NDArray[np.bool_]
-    """[queries, keys]"""
-
-
 class Tile(NamedTuple):
     """Queries [q_start, q_stop) x keys [k_start, k_stop), as rows of the tensors that a backend gets.
 
     The a-th query of the tile sees its b-th key iff ``low <= b - a <= high`` (None: no limit). Every query of the
-    tile sees at least one of its keys, every key is seen, and a limit that hides nothing is None. With ``visible`` it
-    sees the pairs allowed there instead, which may be none for some queries and keys.
+    tile sees at least one of its keys, every key is seen, and a limit that hides nothing is None.
     """
 
     q_start: int
@@ -102,11 +93,10 @@ class Tile(NamedTuple):
     k_stop: int
     low: int | None = None
     high: int | None = None
-    visible: Visible | None = None
 
     @property
     def full(self) -> bool:
-        return self.low is None and self.high is None and self.visible is None
+        return self.low is None and self.high is None
 
     @property
     def num_q(self) -> int:
@@ -121,8 +111,6 @@ class Tile(NamedTuple):
         """Number of (query, key) pairs that the mask allows."""
         if self.full:
             return self.num_q * self.num_k
-        if self.visible is not None:
-            return int(self.visible.pairs.sum())
         low = -self.num_q if self.low is None else self.low
         high = self.num_k if self.high is None else self.high
         return sum(min(self.num_k - 1, a + high) - max(0, a + low) + 1 for a in range(self.num_q))
@@ -222,7 +210,7 @@ class Atoms:
     """Runs of keys of one sequence and one owner that the same ranks need, ordered by (sequence, position)."""
 
     sequence: Int64
-    """The segment of a tree that the keys are of; always 0 in a masked pack."""
+    """The segment of a tree that the keys are of."""
     start: Int64
     stop: Int64
     owner: Int64

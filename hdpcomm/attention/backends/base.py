@@ -28,8 +28,6 @@ class Problem:
     windowed: bool = False
     """Whether a mask limits the keys on the left."""
     softcap: float = 0.0
-    masked: bool = False
-    """Whether tiles have masks of one's own (:class:`hdpcomm.attention.BlockMask`)."""
     v_head_dim: int | None = None
     """Head dimension of V, where it differs from that of q and k."""
     latent_dim: int = 0
@@ -240,8 +238,6 @@ class Backend(ABC):
 
 def refuses_tensors(problem: Problem, dtypes: Sequence[torch.dtype], max_dim: int) -> str | None:
     """Why a fused CUDA kernel cannot take such tensors, or None."""
-    if problem.masked:
-        return "it has no masks of one's own"
     if problem.device != "cuda":
         return f"it computes on CUDA devices; the tensors are on {problem.device}"
     if problem.dtype not in dtypes:

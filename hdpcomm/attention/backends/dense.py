@@ -29,10 +29,8 @@ def _part(tile: Tile, q: tuple[int, int], k: tuple[int, int], low: int | None = 
 
 
 def lower(tile: Tile) -> Iterator[Tile]:
-    """Splits a tile into shapes that the operator has: unmasked, causal from the top left, or small and banded.
-
-    Tiles with a mask of one's own stay whole."""
-    if tile.full or tile.visible is not None:
+    """Splits a tile into shapes that the operator has: unmasked, causal from the top left, or small and banded."""
+    if tile.full:
         yield tile
     elif tile.low is None and tile.high is not None:  # keys up to a diagonal: a rectangle beside a triangle
         if tile.high > 0:
@@ -55,7 +53,7 @@ def _band_parts(tile: Tile) -> Iterator[Tile]:
 
 def cut(tile: Tile, block: int) -> Iterator[Tile]:
     """Cuts a result of :func:`lower` into blocks of at most ``block`` queries and keys; banded ones stay whole."""
-    if tile.low is not None or tile.visible is not None:
+    if tile.low is not None:
         yield tile
         return
     for first_k in range(0, tile.num_k, block):
@@ -75,7 +73,7 @@ def equal_runs(tiles: Iterable[Tile]) -> Iterator[tuple[Tile, int]]:
         if first is not None:
             q, k = count * first.num_q, count * first.num_k
             moved = Tile(first.q_start + q, first.q_stop + q, first.k_start + k, first.k_stop + k, *first[4:])
-            if tile.visible is None and tile == moved:
+            if tile == moved:
                 count += 1
                 continue
             yield first, count
@@ -130,9 +128,6 @@ class DenseBackend(Backend):
             rows, keys = (tile.q_start, tile.q_stop, count), (tile.k_start, tile.k_stop, count)
             out, lse = self.call_forward((batched(q, *rows), batched(k, *keys), batched(v, *keys)), tile, score)
             block, lse = _unbatched(out, result.dtype).contiguous(), _unbatched(lse, result.dtype)
-            if tile.visible is not None and (blind := torch.from_numpy(~tile.visible.pairs.any(axis=1))).any():
-                lse = lse.masked_fill(blind[:, None], -torch.inf)
-                block.masked_fill_(blind[:, None, None], 0.0)
             result.merge(block, lse, _rows_of(*rows))
 
     def backward(
@@ -141,12 +136,9 @@ class DenseBackend(Backend):
         q, k, v = qkv
         for tile, count in equal_runs(self.backward_tiles(tiles)):
             rows, keys = (tile.q_start, tile.q_stop, count), (tile.k_start, tile.k_stop, count)
-            row_lse = batched(lse, *rows)
-            if tile.visible is not None:  # a query that sees no key at all has the lse -inf; all its weights are 0
-                row_lse = row_lse.masked_fill(row_lse == -torch.inf, 0.0)
             parts = self.call_backward(
                 batched(dout, *rows), (batched(q, *rows), batched(k, *keys), batched(v, *keys)), batched(out, *rows),
-                row_lse, tile, score,
+                batched(lse, *rows), tile, score,
             )  # fmt: skip
             for grad, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
                 grad.add(_unbatched(part, grad.dtype), _rows_of(*where))
@@ -164,8 +156,6 @@ def _scores(q: Tensor, k: Tensor, tile: Tile, score: Score) -> Tensor:
     scores = q @ k.mT * score.scale
     if score.softcap:
         scores = score.softcap * torch.tanh(scores / score.softcap)
-    if tile.visible is not None:
-        return scores.masked_fill(torch.from_numpy(~tile.visible.pairs).to(q.device), -torch.inf)
     gap = torch.arange(tile.num_k, device=q.device) - torch.arange(tile.num_q, device=q.device)[:, None]
     for bound, outside in ((tile.low, torch.lt), (tile.high, torch.gt)):
         if bound is not None:
@@ -225,10 +215,6 @@ def _mask(rows: int, keys: int, low: int, high: int, dtype: torch.dtype) -> Tens
 def _masking(tile: Tile, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
     if tile.full:
         return False, None
-    if tile.visible is not None:
-        return False, torch.zeros(tile.num_q, tile.num_k, dtype=dtype).masked_fill_(
-            torch.from_numpy(~tile.visible.pairs), -torch.inf
-        )
     if tile.low is None or tile.high is None:
         return True, None
     return False, _mask(tile.num_q, tile.num_k, tile.low, tile.high, dtype)
@@ -310,7 +296,7 @@ def divided(tiles: tuple[Tile, ...], least: int) -> tuple[tuple[Tile, ...], tupl
     long: list[Tile] = []
     others: list[Tile] = []
     for tile in tiles:
-        if tile.low is not None or tile.visible is not None or min(tile.num_q, tile.num_k) < least:
+        if tile.low is not None or min(tile.num_q, tile.num_k) < least:
             others.append(tile)
             continue
         cut = [each for part in lower(tile) for each in _cut(part, least)]

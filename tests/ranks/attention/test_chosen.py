@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hdpcomm as hdp
 from hdpcomm.attention import (
-    BlockMask,
     SlicedSequence,
     Tree,
     index_top_k,
@@ -408,7 +407,6 @@ BAD = {
     "types": (lambda a: a.update(index_k=a["index_k"].float()), "must have one type"),
     "q": (lambda a: a.update(q=a["q"][:, :3].contiguous()), "do not belong together"),
     "v": (lambda a: a.update(v=a["v"].float()), "must have one type"),
-    "mask": (lambda a: a.update(cu_seqlens=BlockMask(lambda q, k: q >= k, 21)), "only packs of plain sequences"),
 }
 
 

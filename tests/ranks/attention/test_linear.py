@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdpcomm as hdp
-from hdpcomm.attention import AttentionCosts, BlockMask, as_pack, delta_rule, shard, ssd, unshard
+from hdpcomm.attention import AttentionCosts, as_pack, delta_rule, shard, ssd, unshard
 from hdpcomm.attention.linear.exchange import choose_exchange
 from hdpcomm.attention.linear.state_plan import state_plan
 from hdpcomm.errors import InvalidUsage, Mismatch
@@ -371,9 +371,3 @@ def test_bad_arguments_of_ssd(name):
     d = arguments.pop("d")
     with pytest.raises(InvalidUsage, match=message):
         ssd(*arguments.values(), d=d, comm=None, cu_seqlens=[0, 9])
-
-
-def test_masks_are_refused():
-    mask = BlockMask(lambda _b, _h, q, k: q >= k, 9)
-    with pytest.raises(InvalidUsage, match="only packs of plain sequences are possible here"):
-        delta_rule(*(delta_inputs([9], 4, 2, 6, 5)[name] for name in DELTA), comm=None, cu_seqlens=mask)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hdpcomm
-from hdpcomm.attention import BalancedPack, BlockMask, KVStore, Pack, SlicedSequence, Tree, as_pack
+from hdpcomm.attention import BalancedPack, KVStore, Pack, SlicedSequence, SpanPack, Tree, as_pack
 from hdpcomm.errors import InvalidUsage
 
 FORMS = {
@@ -19,7 +19,7 @@ FORMS = {
     "tensor": torch.tensor([0, 5, 12], dtype=torch.int32),
     "balanced": BalancedPack([0, 5, 12], key_limit=3),
     "tree": Tree([-1, 0, 0], [5, 4, 3]),
-    "mask": BlockMask(lambda b, h, q, kv: kv <= q, 12, block=2),  # noqa: ARG005
+    "spans": SpanPack([0, 5, 12], [(1, 4)]),
     "slice": SlicedSequence([0, 12]).slice(0),
 }
 
@@ -56,18 +56,10 @@ def test_a_pack_outlasts_changes_of_its_lengths(lengths, make):
         pack.cu_seqlens[1] = 7
 
 
-def test_a_mask_outlasts_changes_of_its_positions():
-    given = torch.arange(12) % 5
-    mask = BlockMask(FORMS["mask"].mask_mod, 12, positions=given, block=2)
-    before = [mask.positions(rank, 2).tolist() for rank in range(2)], mask.longest
-    given += 3
-    assert ([mask.positions(rank, 2).tolist() for rank in range(2)], mask.longest) == before
-
-
 @pytest.mark.parametrize(
     ("form", "name"),
-    [("list", "cu_seqlens"), ("array", "limit"), ("balanced", "limit"), ("tree", "tree"), ("mask", "mask_mod"),
-     ("mask", "block"), ("slice", "number")],
+    [("list", "cu_seqlens"), ("array", "limit"), ("balanced", "limit"), ("tree", "tree"), ("spans", "spans"),
+     ("slice", "number")],
 )  # fmt: skip
 def test_a_pack_does_not_change(form, name):
     pack = as_pack(FORMS[form])
@@ -89,8 +81,8 @@ def test_packs_at_one_address_are_told_apart():
     """Each is dropped before the next is made, whose id is then often the same."""
 
     def packs(n):
-        mask = BlockMask(lambda b, h, q, kv: (kv <= q) & (kv // n == q // n), 12, block=2)  # noqa: ARG005
-        yield from (lambda: mask, lambda: as_pack([0, n, 12]), lambda: BalancedPack([0, n, 12], 3))
+        spans = SpanPack([0, n, 12], [(1, 3)])
+        yield from (lambda: spans, lambda: as_pack([0, n, 12]), lambda: BalancedPack([0, n, 12], 3))
         yield from (lambda: as_pack(Tree([-1, 0], [n, 12 - n])), lambda: SlicedSequence([0, n, 12]).slice(1))
 
     facts = {(i, n): make().layout(2).facts for n in (3, 5) for i, make in enumerate(packs(n))}
@@ -114,13 +106,13 @@ def test_a_store_knows_the_layers_of_each_forward_pass():
 
 
 def test_what_needs_sequences_says_so():
-    for form in ("tree", "mask", "slice"):
+    for form in ("tree", "slice"):
         with pytest.raises(InvalidUsage, match="only packs of plain sequences are possible"):
             as_pack(FORMS[form]).sequences()
 
 
 def test_nothing_but_the_door_asks_for_the_kind():
-    kinds = r"isinstance\([^)]*\b(Pack|Tree|TreePack|BalancedPack|BlockMask|SequenceSlice|\w*Layout)\b"
+    kinds = r"isinstance\([^)]*\b(Pack|Tree|TreePack|BalancedPack|SpanPack|SequenceSlice|\w*Layout)\b"
     asked = [
         f"{path.name}: {line.strip()}"
         for path in sorted((Path(hdpcomm.__file__).parent / "attention").rglob("*.py"))

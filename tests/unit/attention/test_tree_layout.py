@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hdpcomm.attention import (
-    BlockMask,
     Tree,
     as_pack,
     local_cu_seqlens,
@@ -133,14 +132,9 @@ def test_trees_of_their_own_send_nothing():
     assert not find_atoms(layout, layout, CAUSAL).needed.any()
 
 
-def causal_mask(b, h, q, kv):  # noqa: ARG001
-    return kv <= q
-
-
 def test_what_takes_no_tree_says_so():
-    tree, mask = Tree([-1], [5]), BlockMask(causal_mask, 5)
-    for pack in (tree, mask):
-        with pytest.raises(InvalidUsage, match="only packs of plain sequences"):
-            local_cu_seqlens(pack, rank=0, size=1)
-        with pytest.raises(InvalidUsage, match="the tokens of the pack are 5"):
-            shard(torch.zeros(6), pack, rank=0, size=1)
+    tree = Tree([-1], [5])
+    with pytest.raises(InvalidUsage, match="only packs of plain sequences"):
+        local_cu_seqlens(tree, rank=0, size=1)
+    with pytest.raises(InvalidUsage, match="the tokens of the pack are 5"):
+        shard(torch.zeros(6), tree, rank=0, size=1)
