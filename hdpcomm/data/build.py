@@ -21,7 +21,7 @@ import torch
 from hdpcomm.data.agree import on_rank_0, raise_together
 from hdpcomm.data.encoders import Encoder, FolderEncoder, check_tokens
 from hdpcomm.data.images import EncodedImage, Picture, take_pictures
-from hdpcomm.data.records import Fields, File, Unit, records
+from hdpcomm.data.records import Fields, File, Unit, files_of, records
 from hdpcomm.data.remote import RemoteFile
 from hdpcomm.data.store_writer import PartWriter, partial_of, publish
 from hdpcomm.data.token_store import TokenStore, open_store
@@ -50,7 +50,7 @@ def store_key(files: Sequence[File], encoder: Encoder, fields: Fields) -> str:
         if isinstance(path, RemoteFile):
             digest.update(f"{path.identity}\n".encode())
             continue
-        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        for file in files_of(path):
             status = file.stat()
             digest.update(
                 f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape")

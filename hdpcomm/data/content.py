@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from hdpcomm.data.corpus import Corpus
+from hdpcomm.data.records import files_of
 from hdpcomm.data.token_store import TokenStore
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import open_regular
@@ -39,7 +40,7 @@ def content_digest(corpus: Corpus) -> str:
 
 
 def _add_files(digest: hashlib._Hash, paths: Sequence[Path]) -> None:
-    files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    files = [file for path in paths for file in files_of(path)]
     step = max(1, len(files) // _SAMPLES)
     for file in files[::step]:
         try:

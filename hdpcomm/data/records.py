@@ -23,8 +23,8 @@ from hdpcomm.errors import Error, InvalidUsage, first_line
 from hdpcomm.files import read_text
 
 __all__ = [
-    "Fields", "Unit", "block_starts", "check_paths", "check_text", "describe_units", "input_files", "is_text",
-    "json_record", "looks_like_text", "records", "text_files", "units_from", "units_of",
+    "Fields", "Unit", "block_starts", "check_paths", "check_text", "describe_units", "files_of", "input_files",
+    "is_text", "json_record", "looks_like_text", "records", "text_files", "units_from", "units_of",
 ]  # fmt: skip
 
 File = Path | RemoteFile
@@ -245,13 +245,24 @@ def records(unit: Unit, fields: Fields) -> Iterator[tuple[object, str | bytes | 
                 yield where, _content(dict(dataset[row]), where, fields, "column")
             return
         dataset = dataset.select_columns(_columns(dataset.column_names, unit.path, fields))
-        if "Image(" in str(dataset.features.get(_IMAGES)):
-            dataset = dataset.cast_column(_IMAGES, [_library("datasets", unit.path).Image(decode=False)])
+        features = dict(dataset.features)
+        if encoded := "Image(" in str(features.get(_IMAGES)):
+            features[_IMAGES] = [_library("datasets", unit.path).Image(decode=False)]
         for start in range(unit.start, unit.stop, _ROWS_AT_ONCE):
-            columns = dataset[start : min(start + _ROWS_AT_ONCE, unit.stop)]
+            rows = dataset.select(range(start, min(start + _ROWS_AT_ONCE, unit.stop)), keep_in_memory=True)
+            if encoded:  # else it writes a copy into the user's folder
+                rows = rows.cast(type(dataset.features)(features), keep_in_memory=True)
+            columns = rows[:]
             for row, values in enumerate(zip(*columns.values(), strict=True), start):
                 where = f"{unit.path} row {row}"
                 yield where, _content(dict(zip(columns, values, strict=True)), where, fields, "column")
+
+
+def files_of(path: Path) -> list[Path]:
+    """A file itself, or the files of a dataset's folder, without what its package caches there. Local."""
+    if not path.is_dir():
+        return [path]
+    return sorted(file for file in path.iterdir() if not file.name.startswith(("cache-", "tmp")))
 
 
 class _Line:

@@ -380,7 +380,9 @@ def test_parquet_and_datasets(model: Path, tmp_path: Path) -> None:
     data.to_parquet(str(tmp_path / "rows.parquet"))
     lines = [{**row, "images": [{"bytes": base64.b64encode(png(x)).decode()} for x in row["images"]]} for row in rows]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = sorted((tmp_path / "set").iterdir())
     one, *others = [opened(tmp_path / name, model) for name in ("rows.jsonl", "set", "rows.parquet")]
+    assert sorted((tmp_path / "set").iterdir()) == before  # nothing is written into the user's folder
     assert one.num_images == 6
     for other in others:
         for sequence in range(4):

@@ -81,7 +81,10 @@ def test_a_terminal_shows_it_as_it_goes_on(run: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "hdpcomm", "top", str(run), "--every", "0.1"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a job in the background ignores
+    )  # fmt: skip
     os.close(theirs)
     shown, deadline = b"", time.monotonic() + 60
     while b"step 4 of 100" not in shown:
