@@ -61,7 +61,7 @@ format: $(VENV)/.packages-for-tests
 
 # The site, into build/site; its pictures come from tools/draw_docs.py.
 docs: $(DEVELOPER)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # Checks, distributions, the site beside those of earlier versions, and a tag; pushes nothing: tools/release.py.
 release: $(DEVELOPER)
