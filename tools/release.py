@@ -3,7 +3,7 @@
 In a clean clone with the version to be released in hdpcomm/__init__.py. Checks the tree, the version, CHANGELOG.md,
 CITATION.cff and tools/public_names.json; builds the source distribution and the wheels and trains with each in a fresh
 environment (.ci/packages); builds the site of this version beside those of earlier ones, as a commit on the branch
-`site` (mike); and makes the tag. Nothing leaves this machine: the last lines say what to push.
+`site` (mike), and checks them all; and makes the tag. Nothing leaves this machine: the last lines say what to push.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote
 
 TOP = Path(__file__).resolve().parents[1]
 MOST_NEWS = 30
@@ -44,10 +47,16 @@ def parts_of(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
+def tagged() -> list[str]:
+    """The released versions, in their order; other tags are left alone."""
+    tags = re.findall(r"^v(\d+\.\d+\.\d+)$", git("tag", "--list", "v*"), re.MULTILINE)
+    return sorted(tags, key=parts_of)
+
+
 def check_tree(version: str) -> None:
     if left := git("status", "--porcelain"):
         raise Refused(f"the tree has changes that no commit has; commit or remove them:\n{left}")
-    known = [tag[1:] for tag in git("tag", "--list", "v*").split()]
+    known = tagged()
     if version in known:
         raise Refused(f"v{version} is tagged already; give hdpcomm/__init__.py the next version")
     if later := [each for each in known if parts_of(each) > parts_of(version)]:
@@ -96,6 +105,44 @@ def build_site(version: str) -> None:
     own = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(TOP), "PATH": f"{bin}:{os.environ['PATH']}"}
     for words in (["deploy", "--update-aliases", version, "latest"], ["set-default", "latest"]):
         subprocess.run([str(bin / "mike"), *words, "--branch", "site"], cwd=TOP, check=True, env=own)
+    with tempfile.TemporaryDirectory() as folder:
+        git("archive", "--output", f"{folder}/site.tar", "site")
+        shutil.unpack_archive(f"{folder}/site.tar", f"{folder}/site")
+        check_site(version, Path(folder, "site"), tagged())
+
+
+def check_site(version: str, site: Path, known: list[str]) -> None:
+    """`latest` and the front page lead to this version, known ones are there, pages offer them and have no dead links.
+
+    mike does what it is told: also on a branch that nobody fetched, and with pages whose links lead nowhere.
+    """
+    listed = {each["version"]: each["aliases"] for each in json.loads((site / "versions.json").read_text())}
+    if missing := [each for each in known if each not in listed]:
+        raise Refused(f"the branch site lacks {', '.join(missing)}: fetch it, or run mike deploy at each one's tag")
+    if [each for each in listed if "latest" in listed[each]] != [version]:
+        raise Refused(f"'latest' is not the alias of {version} alone: {listed}")
+    if (site / "latest").resolve() != (site / version).resolve() or "latest/" not in (site / "index.html").read_text():
+        raise Refused(f"the front page of the site does not lead to {version} by 'latest'")
+    for each in listed:
+        if not (site / each / "index.html").exists():
+            raise Refused(f"the site of {each} has no index.html")
+        for page in sorted((site / each).rglob("*.html")):
+            if fault := fault_of(page):
+                raise Refused(f"{page.relative_to(site)} {fault}")
+
+
+def fault_of(page: Path) -> str | None:
+    """A fault of a page that has other versions beside it."""
+    text = page.read_text()
+    if '"version": {"provider": "mike"}' not in text:
+        return "offers no other versions: mkdocs.yml names mike in extra.version"
+    absolute = page.name == "404.html"  # shown at addresses of any depth
+    links = [] if absolute else re.findall(r'\s(?:href|src)="?([^"\s>#?]+)', text)
+    for link in links:
+        file = page.parent / unquote(link)
+        if ":" not in link and not (file / "index.html" if file.is_dir() else file).exists():
+            return f"has a link to {link}, where nothing is"
+    return None
 
 
 def make_tag(version: str) -> None:

@@ -98,7 +98,8 @@ def test_a_tree_with_changes_or_a_tag_is_refused(
     for words in (["init", "-q"], ["-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "m", "--allow-empty"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     release.check_tree("1.2.3")
-    subprocess.run(["git", "tag", "v1.10.0"], cwd=tmp_path, check=True)
+    for tag in ("v1.10.0", "v1.9.0", "v-old"):
+        subprocess.run(["git", "tag", tag], cwd=tmp_path, check=True)
     with pytest.raises(release.Refused, match=r"1\.10\.0 is later than 1\.2\.3"):
         release.check_tree("1.2.3")
     with pytest.raises(release.Refused, match=r"v1\.10\.0 is tagged already"):
@@ -106,6 +107,59 @@ def test_a_tree_with_changes_or_a_tag_is_refused(
     (tmp_path / "file").touch()
     with pytest.raises(release.Refused, match=r"\?\? file"):
         release.check_tree("1.11.0")
+
+
+PAGE = '<script>{"version": {"provider": "mike"}}</script> <a href="LINK">a page</a>'
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A site with two versions, as mike lays them out."""
+    for version in ("1.2.3", "1.10.0"):
+        (tmp_path / version / "how-to").mkdir(parents=True)
+        (tmp_path / version / "index.html").write_text(PAGE.replace("LINK", "how-to/a%20b.html?q#part"))
+        (tmp_path / version / "how-to/a b.html").write_text(PAGE.replace("LINK", ".."))
+        (tmp_path / version / "404.html").write_text(PAGE.replace("LINK", "/how-to/none.html"))
+    listed = [{"version": "1.10.0", "aliases": ["latest"]}, {"version": "1.2.3", "aliases": []}]
+    (tmp_path / "versions.json").write_text(json.dumps(listed))
+    (tmp_path / "index.html").write_text('<a href="latest/">latest/</a>')
+    (tmp_path / "latest").symlink_to("1.10.0")
+    return tmp_path
+
+
+def test_a_site_of_two_versions_passes(tools: dict[str, ModuleType], site: Path) -> None:
+    tools["release"].check_site("1.10.0", site, ["1.2.3"])
+    with pytest.raises(tools["release"].Refused, match=r"lacks 1\.0\.0, 1\.1\.0: fetch"):
+        tools["release"].check_site("1.10.0", site, ["1.0.0", "1.1.0", "1.2.3"])
+    with pytest.raises(tools["release"].Refused, match=r"'latest' is not the alias of 1\.2\.3 alone"):
+        tools["release"].check_site("1.2.3", site, [])
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("index.html", "1.2.3/", "front page of the site does not lead to 1.10.0"),
+        ("1.2.3/index.html", None, "the site of 1.2.3 has no index.html"),
+        ("1.2.3/how-to/a b.html", "<p>words", "1.2.3/how-to/a b.html offers no other versions"),
+        ("1.2.3/how-to/a b.html", PAGE.replace("LINK", "a.html"), "a b.html has a link to a.html, where nothing is"),
+        ("1.10.0/index.html", PAGE.replace("LINK", "how-to/"), "1.10.0/index.html has a link to how-to/"),
+    ],
+)
+def test_a_site_that_leads_nowhere_is_refused(
+    tools: dict[str, ModuleType], site: Path, file: str, text: str | None, words: str
+) -> None:
+    (site / file).unlink()
+    if text is not None:
+        (site / file).write_text(text)
+    with pytest.raises(tools["release"].Refused, match=re.escape(words)):
+        tools["release"].check_site("1.10.0", site, [])
+
+
+def test_latest_has_to_lead_to_the_version(tools: dict[str, ModuleType], site: Path) -> None:
+    (site / "latest").unlink()
+    (site / "latest").symlink_to("1.2.3")
+    with pytest.raises(tools["release"].Refused, match=r"does not lead to 1\.10\.0"):
+        tools["release"].check_site("1.10.0", site, [])
 
 
 def test_version_is_read_from_the_package(tools: dict[str, ModuleType]) -> None:
