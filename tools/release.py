@@ -177,7 +177,8 @@ def main() -> int:
         print(f"no release: {' '.join(error.cmd)} failed: {error.stderr or 'see above'}", file=sys.stderr)
         return 1
     if not given.no_tag:
-        print(f"now: git push origin v{version} site, and upload build/wheels/dist/*")
+        upload = "" if given.no_packages else ", and upload build/wheels/dist/*"
+        print(f"now: git push origin v{version} site{upload}")
     return 0
 
 
