@@ -326,7 +326,7 @@ def pipe_of(folder: Path) -> str:
 
 
 def test_reports_hide_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hdpcomm.cli.doctor_settings import environment, settings_lines
+    from hdpcomm.cli.doctor import environment, settings_lines
 
     monkeypatch.setenv("HDPCOMM_SECRET", "the secret of this job")
     rows = environment()

@@ -11,7 +11,7 @@ import pytest
 
 from hdpcomm.cli import main as cli
 from hdpcomm.cli import output
-from hdpcomm.cli.perf_options import OPS
+from hdpcomm.cli.perf import OPS
 from hdpcomm.comm import bootstrap
 from hdpcomm.perf.ops import OPERATIONS
 
