@@ -47,7 +47,7 @@ from hdpcomm.offload import PinnedPool, measure_copies
 from hdpcomm.perf.data import element_type
 from hdpcomm.perf.ops import Bound, Case, operation
 from hdpcomm.run import RunConfig, train
-from hdpcomm.run.flops import known_device
+from hdpcomm.run.model import known_device
 from hdpcomm.train.step.data_parallel import torch_group
 
 __all__ = [

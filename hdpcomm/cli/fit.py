@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hdpcomm.arguments import size_text
 from hdpcomm.cli.output import check_writable, new_table, stdout_console, write_json
-from hdpcomm.cli.train_options import TrainOptions, add_options
+from hdpcomm.cli.train_options import TrainOptions, add_options, resolve_options
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
 from hdpcomm.options import count, num_bytes
@@ -91,7 +91,6 @@ def _fit(options: argparse.Namespace) -> int:
 
 def _config(options: argparse.Namespace) -> RunConfig:
     """The run's configuration without what the table tries; ``memory`` is the limit."""
-    from hdpcomm.cli.config_file import resolve_options
     from hdpcomm.cli.train import job_of
     from hdpcomm.plan import DEVICES
     from hdpcomm.run import model_path

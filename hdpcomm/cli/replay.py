@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdpcomm.cli.config_file import resolve_options
 from hdpcomm.cli.output import TRANSPORTS, new_table, stdout_console
 from hdpcomm.cli.train import job_of, ranks_of_job, run_alone
-from hdpcomm.cli.train_options import TrainOptions
+from hdpcomm.cli.train_options import TrainOptions, resolve_options
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
 from hdpcomm.options import count

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
-from hdpcomm.cli.config_file import resolve_options
 from hdpcomm.cli.output import check_writable, ranks_here, write_json
 from hdpcomm.cli.train_data import TrainData, train_data
 from hdpcomm.cli.train_options import (
@@ -22,6 +21,7 @@ from hdpcomm.cli.train_options import (
     add_options,
     changed_options,
     dump_options,
+    resolve_options,
 )
 from hdpcomm.errors import Error, InvalidUsage, first_line, out_of_memory
 from hdpcomm.files import write_own

@@ -49,7 +49,7 @@ from hdpcomm.models import adapt, compile_layers, use_float8
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, head_of
 from hdpcomm.models.self_check import is_random
 from hdpcomm.plan import CostModel, PlannedStep
-from hdpcomm.run.flops import spec_of
+from hdpcomm.run.model import spec_of
 from hdpcomm.train.step.passes import Passes
 from hdpcomm.train.step.replicas import settings_of
 from hdpcomm.train.step.runner import Runner, StepSettings

@@ -25,8 +25,7 @@ from hdpcomm.offload.layers import find_layers, layer_kind
 from hdpcomm.options import LoraOptions
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.parallel.expert import layers_with_experts
-from hdpcomm.plan import ModelSpec, stage_layers
-from hdpcomm.run.flops import spec_of
+from hdpcomm.plan import DEVICES, DeviceSpec, ModelSpec, model_from_config, stage_layers
 from hdpcomm.train import materialize
 
 __all__ = [
@@ -35,9 +34,11 @@ __all__ = [
     "cut_model",
     "fewest_layers",
     "folder_model",
+    "known_device",
     "model_path",
     "model_facts",
     "model_on_meta",
+    "spec_of",
     "model_spec",
     "new_part",
     "read_config",
@@ -289,3 +290,27 @@ def _first_layers(config: Any, layers: int) -> Any:
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     return config
+
+
+def known_device(device: torch.device) -> DeviceSpec | None:
+    """The data sheet of a GPU that the planner has a preset of; ``None`` for others and for CPUs. Local."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device).lower()
+    return next((spec for preset, spec in DEVICES.items() if preset in name), None)
+
+
+def spec_of(config: Any) -> ModelSpec | None:
+    """The planner's description of a model; ``None`` for an architecture that it does not know.
+
+    Args:
+        config: a :class:`hdpcomm.models.LlamaConfig`, or a text configuration of transformers.
+    """
+    if isinstance(config, LlamaConfig):
+        sizes = (config.layers, config.hidden, config.heads, config.kv_heads, config.ffn, config.vocabulary)
+        top_k = config.top_k if config.experts else 1
+        return ModelSpec(*sizes, experts=max(1, config.experts), top_k=top_k, name="llama")
+    try:
+        return model_from_config(config.to_dict())
+    except InvalidUsage:
+        return None

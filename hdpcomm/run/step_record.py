@@ -14,7 +14,7 @@ from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.step_times import rank_speeds, rank_times, slowest_rank, times_of
 from hdpcomm.plan import CostModel, Planner, StepPlan, Tree
-from hdpcomm.run.flops import known_device
+from hdpcomm.run.model import known_device
 from hdpcomm.train.step.metrics import Span
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import torch
 import yaml
 
 import hdpcomm as hdp
-from hdpcomm.cli.config_file import read_config
+from hdpcomm.cli.train_options import read_config
 from hdpcomm.comm.costs import load_costs, save_costs
 from hdpcomm.data import open_corpus, open_store
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, Planner, StepPlan

@@ -15,7 +15,7 @@ from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, Tree
-from hdpcomm.run.flops import spec_of
+from hdpcomm.run.model import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from tests.harness import pipelines

@@ -19,7 +19,7 @@ from hdpcomm.models.recompute import recomputed_layers
 from hdpcomm.offload import ActivationOffload, MemoryMeter, PinnedPool
 from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner, SequenceFragment
 from hdpcomm.plan.memory import Line, StepMemory
-from hdpcomm.run.flops import spec_of
+from hdpcomm.run.model import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from hdpcomm.train.step.runner import StepSettings

@@ -16,7 +16,7 @@ from hdpcomm.integrations.row_passes import PlanSettings, RowPasses, Sequences
 from hdpcomm.measure import costs
 from hdpcomm.models import Llama
 from hdpcomm.plan import CostModel, Tree
-from hdpcomm.run.flops import spec_of
+from hdpcomm.run.model import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import IGNORE
 from hdpcomm.train.step.passes import Passes

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from hdpcomm.cli.config_file import resolve_options
 from hdpcomm.cli.main import build_parser
 from hdpcomm.cli.train import job_of, parameter_type
-from hdpcomm.cli.train_options import TrainOptions, changed_options, check_effects, dump_options
+from hdpcomm.cli.train_options import TrainOptions, changed_options, check_effects, dump_options, resolve_options
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, MemoryModel, Planner

@@ -13,7 +13,7 @@ from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.offload import rank_pool
 from hdpcomm.parallel import tensor_parallel
 from hdpcomm.plan import CostModel
-from hdpcomm.run.flops import spec_of
+from hdpcomm.run.model import spec_of
 from hdpcomm.testing import run_threads
 
 CONFIG = LlamaConfig(vocabulary=32, layers=1, hidden=16, heads=2, kv_heads=2, ffn=24)
