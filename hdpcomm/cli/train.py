@@ -144,7 +144,7 @@ def _check_saving(options: TrainOptions) -> None:
     if options.eval_data and options.eval_fraction is not None:
         raise InvalidUsage("--eval-data and --eval-fraction were given; held-out text comes from one of them")
     if options.export is not None:
-        from hdpcomm.run.export import check_export
+        from hdpcomm.run.model import check_export
 
         check_export(options.export)
 

@@ -7,9 +7,12 @@ one sequence.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, cast
@@ -22,18 +25,22 @@ from torch import Tensor
 from hdpcomm.data.encoders import FolderEncoder, encoder_of
 from hdpcomm.data.images import LazyPixels
 from hdpcomm.data.megatron import MegatronTokens
-from hdpcomm.data.records import block_starts, text_files
+from hdpcomm.data.records import block_starts, files_of, text_files
 from hdpcomm.data.sampler import BatchSampler
 from hdpcomm.data.token_store import NO_IMAGES, TokenStore
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import open_regular
 from hdpcomm.kernels import IGNORE
 from hdpcomm.plan import Item
 
 __all__ = [
-    "BatchReader", "Corpus", "CorpusSummary", "TextPieces", "corpus_of", "labelled", "standard_library",
+    "BatchReader", "Corpus", "CorpusSummary", "TextPieces", "content_digest", "corpus_of", "labelled",
+    "standard_library",
 ]  # fmt: skip
 
 Index = npt.NDArray[np.int64]
+_SAMPLES = 1024
+_SAMPLE_BYTES = 4096
 Source: TypeAlias = "TextPieces | TokenStore | MegatronTokens"
 
 
@@ -448,3 +455,43 @@ def _without_empty_pieces(corpus: Corpus) -> Corpus:
         source, document, first, length = corpus._place(sequence)
         kept[sequence] = cast("TokenStore", source).counted(document, first + 1, length - 1).any()
     return replace(corpus, sequences=corpus.sequences[kept])
+
+
+@lru_cache(maxsize=2)
+def content_digest(corpus: Corpus) -> str:
+    """A digest of the sizes of files and :data:`_SAMPLES` samples, evenly spaced over all of them; for a store of
+    tokens, of all of them and the checksums of images. Local; made once for each corpus.
+
+    Raises: InvalidUsage if a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for source in corpus.sources:
+        if not isinstance(source, TokenStore):
+            _add_files(digest, source.files)
+        else:
+            digest.update(source.content.encode())
+            for name, sums in sorted(source.checksums.items()) if not source.content else ():
+                digest.update(b"" if name.startswith("images-") else name.encode() + sums.tobytes())
+            digest.update(source.images[:, -1].tobytes())  # of images wherever they lie
+    return digest.hexdigest()[:16]
+
+
+def _add_files(digest: hashlib._Hash, paths: Sequence[Path]) -> None:
+    files = [file for path in paths for file in files_of(path)]
+    step = max(1, len(files) // _SAMPLES)
+    for file in files[::step]:
+        try:
+            for piece in _samples(file, max(1, _SAMPLES // len(files))):
+                digest.update(piece)
+        except OSError as error:
+            raise InvalidUsage(f"{file}: cannot be read ({error.strerror}); give data that all ranks see") from error
+
+
+def _samples(file: Path, count: int) -> Iterator[bytes]:
+    with open_regular(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        yield size.to_bytes(8, "little")
+        room = max(0, size - _SAMPLE_BYTES)
+        for place in sorted({room * number // max(1, count - 1) for number in range(count)}):
+            opened.seek(place)
+            yield opened.read(_SAMPLE_BYTES)

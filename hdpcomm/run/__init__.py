@@ -5,12 +5,11 @@ from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder, open_checkpoin
 from hdpcomm.run.config import RunConfig, Schedule, learning_rate
 from hdpcomm.run.dry_run import DryRun, dry_run
 from hdpcomm.run.evaluation import Evaluation, evaluate
-from hdpcomm.run.export import export_model
 from hdpcomm.run.files import RunFiles
 from hdpcomm.run.limits import check_limits
 from hdpcomm.run.loop import train
 from hdpcomm.run.metrics_log import MetricsLog, read_lines, read_metrics
-from hdpcomm.run.model import FolderModel, folder_model, model_path
+from hdpcomm.run.model import FolderModel, export_model, folder_model, model_path
 from hdpcomm.run.options import RunResult, Saving, Watching
 
 __all__ = [

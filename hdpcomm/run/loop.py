@@ -30,11 +30,10 @@ from hdpcomm.run.costs import (
     same_mesh,
 )
 from hdpcomm.run.evaluation import Evaluation, evaluate
-from hdpcomm.run.export import export_model
 from hdpcomm.run.first_weights import FirstWeights, keep_optimizer
 from hdpcomm.run.limits import batch_sampler, check_limits
 from hdpcomm.run.memory import free_models, within_memory
-from hdpcomm.run.model import model_spec
+from hdpcomm.run.model import export_model, model_spec
 from hdpcomm.run.optimizers import is_for_matrices, new_optimizer
 from hdpcomm.run.options import RunResult, Saving, Watching
 from hdpcomm.run.peer_saves import KeptCheckpoint

@@ -6,9 +6,10 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,19 @@ from torch import nn
 
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import Llama, LlamaConfig, RouterLosses, Weights, balance_routers, from_pretrained, set_recompute
+from hdpcomm.models import (
+    AdaptedCausalLM,
+    Llama,
+    LlamaConfig,
+    RouterLosses,
+    Weights,
+    balance_routers,
+    from_pretrained,
+    set_recompute,
+)  # fmt: skip
 from hdpcomm.models.adapt import check_config
-from hdpcomm.models.lora import add_lora
+from hdpcomm.models.export import check_export, export_llama, write_folder
+from hdpcomm.models.lora import add_lora, write_adapters
 from hdpcomm.models.mtp import depths_of_config
 from hdpcomm.offload.layers import find_layers, layer_kind
 from hdpcomm.options import LoraOptions
@@ -30,8 +41,10 @@ from hdpcomm.train import materialize
 
 __all__ = [
     "FolderModel",
+    "check_export",
     "check_model",
     "cut_model",
+    "export_model",
     "fewest_layers",
     "folder_model",
     "known_device",
@@ -43,6 +56,11 @@ __all__ = [
     "new_part",
     "read_config",
 ]
+
+_BESIDE = (
+    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    *("spiece.model", "sentencepiece*", "generation_config.json", "*processor_config.json"),
+)
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -314,3 +332,39 @@ def spec_of(config: Any) -> ModelSpec | None:
         return model_from_config(config.to_dict())
     except InvalidUsage:
         return None
+
+
+def export_model(
+    model: LlamaConfig | FolderModel,
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    folder: Path,
+) -> None:
+    """Writes a folder that transformers' ``from_pretrained`` opens. Local.
+
+    A model of a folder keeps that folder's configuration, tokenizer, processor and chat template. One with LoRA gives
+    its adapters, which ``peft.PeftModel.from_pretrained`` opens.
+
+    Args:
+        tensors: of the trained model by name, all at once or one by one: :meth:`hdpcomm.train.Trainer.whole_tensors`.
+        folder: there whole or not at all; must not exist, or be empty.
+
+    Raises: InvalidUsage: of :func:`hdpcomm.models.export.check_export`, or weights that do not fit.
+    """
+    if isinstance(model, LlamaConfig):
+        export_llama(model, tensors, folder)
+        return
+    check_export(folder)
+    given = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if model.lora is not None:
+        whole = model_on_meta(model)
+        assert isinstance(whole, AdaptedCausalLM)
+        write_adapters(whole, given, folder, base=model.folder)
+        return
+    renamed = ((name.removeprefix("model."), tensor) for name, tensor in given)
+    depths = model.depths if model.mtp_weight else 0
+    write_folder(read_config(model.folder), renamed, folder, beside=partial(_copy_beside, model.folder), depths=depths)
+
+
+def _copy_beside(source: Path, folder: Path) -> None:
+    for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern) if path.is_file()}):
+        shutil.copy(path, folder / path.name)

@@ -13,7 +13,7 @@ import torch
 from hdpcomm.arguments import check_whole
 from hdpcomm.data import Corpus
 from hdpcomm.data.agree import gather_json, on_rank_0
-from hdpcomm.data.content import content_digest
+from hdpcomm.data.corpus import content_digest
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.log import LOG
 from hdpcomm.plan import CostModel, MemoryModel

@@ -13,8 +13,7 @@ from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, from_pretrained
 from hdpcomm.run import RunConfig
-from hdpcomm.run.export import export_model
-from hdpcomm.run.model import folder_model, model_facts, model_spec
+from hdpcomm.run.model import export_model, folder_model, model_facts, model_spec
 from tests.ranks.parallel.test_pipeline_runs import check_exports, data, losses, run_of  # noqa: F401
 
 MODEL = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=12, experts=4, router_z_loss=0.01)

@@ -22,7 +22,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.data import build_data, encoder_of, open_corpus, open_store
-from hdpcomm.data.content import content_digest
+from hdpcomm.data.corpus import content_digest
 from hdpcomm.data.images import ImageProcessor
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.media import MediaEncoder, auto_class

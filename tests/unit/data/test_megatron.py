@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import hdpcomm as hdp
 from hdpcomm.data import build_data, encoder_of, is_indexed, open_corpus
-from hdpcomm.data.content import content_digest
+from hdpcomm.data.corpus import content_digest
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads
 

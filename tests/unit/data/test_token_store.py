@@ -17,8 +17,7 @@ import pytest
 
 import hdpcomm as hdp
 from hdpcomm.data import BatchReader, build_data, is_indexed, open_corpus, open_store
-from hdpcomm.data.content import content_digest
-from hdpcomm.data.corpus import corpus_of
+from hdpcomm.data.corpus import content_digest, corpus_of
 from hdpcomm.data.token_store import BLOCK_BYTES, is_store
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import json_checksum
