@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import time
 from pathlib import Path
 
 from hdpcomm.cli.output import check_drawing, check_writable
 from hdpcomm.files import write_whole
 
 __all__ = ["add_parser"]
+
+_FOLLOWED_S = 10.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,16 +25,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of hdpcomm train --out")
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="where the page goes (RUN/report.html)")
+    parser.add_argument("--follow", action="store_true", help="write it again every 10 s, until the run has ended")
     parser.set_defaults(func=_report)
 
 
 def _report(options: argparse.Namespace) -> int:
+    from hdpcomm.run import read_lines
     from hdpcomm.trace.run_report import run_report
 
     check_writable(options.out)
     check_drawing("hdpcomm report")
-    page = run_report(options.run)
-    path = options.out or options.run / "report.html"
-    write_whole(path, page.encode())
-    print(path)
+    path, events = options.out or options.run / "report.html", options.run / "events.jsonl"
+    for times in itertools.count():
+        last = read_lines(events)[-1:] if options.follow and events.is_file() else [{"event": "end"}]
+        ends = bool(last) and last[0].get("event") == "end"
+        again = "" if ends else '<meta http-equiv="refresh" content="10">'  # a browser loads it anew
+        write_whole(path, run_report(options.run).replace("<head>", "<head>" + again, 1).encode())
+        if not times:
+            print(path, flush=True)
+        if ends:
+            break
+        time.sleep(_FOLLOWED_S)
     return 0

@@ -303,3 +303,20 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(InvalidUsage, match="--trackers wandb was given and wandb is not installed"):
         RunFiles(tmp_path, trackers="wandb")
     RunFiles(tmp_path, trackers="auto").__exit__(None, None, None)
+
+
+def test_a_report_follows_the_run_to_its_end(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "events.jsonl").write_text('{"event": "step", "step": 3}\n')
+    pages: list[str] = []
+
+    def goes_on(_: float) -> None:
+        pages.append((copy / "report.html").read_text())
+        if len(pages) == 2:
+            with (copy / "events.jsonl").open("a") as file:
+                file.write('{"event": "end", "step": 4}\n')
+
+    monkeypatch.setattr("hdpcomm.cli.report.time.sleep", goes_on)
+    assert main(["report", str(copy), "--follow"]) == 0
+    assert [page.count('http-equiv="refresh"') for page in (*pages, (copy / "report.html").read_text())] == [1, 1, 0]
