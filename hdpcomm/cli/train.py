@@ -65,7 +65,7 @@ class _Job:
     Attributes:
         shrinks: when ranks die, the others go on.
         attempt: how often they have.
-        gone, joined: numbers of the ranks that did so before this attempt.
+        gone: numbers of the ranks that died or left before this attempt.
         begins, stop_after: of a replay: the checkpoint to go on from, and the steps after which it ends.
         until: moment of ``time.time()`` by --time-limit.
     """
@@ -77,7 +77,6 @@ class _Job:
     shrinks: bool = False
     attempt: int = 0
     gone: tuple[int, ...] = ()
-    joined: tuple[int, ...] = ()
     begins: Path | None = None
     stop_after: int | None = None
     until: float | None = None
@@ -261,8 +260,8 @@ def _run_elastic(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, Cor
     def on_change(living: Communicator, active: Sequence[int]) -> None:
         nonlocal job, before
         capacity = int(from_rank(living, str(job.on(len(active)).config.capacity), active[0]))
-        gone, joined = sorted(before - {*living.ranks}), sorted({*living.ranks} - before)
-        job, before = replace(job.on(len(active), capacity), gone=tuple(gone), joined=tuple(joined)), {*living.ranks}
+        gone = tuple(sorted(before - {*living.ranks}))
+        job, before = replace(job.on(len(active), capacity), gone=gone), {*living.ranks}
 
     return elastic.run(comm, lambda comm, resume, peers: _run(comm, job, resume, peers), on_change)
 
@@ -321,9 +320,8 @@ def _trained(
             save_config(out, resolved)
         opened[0].started(corpus)
         opened[0].costs(costs)
-        for kind, ranks in (("death", job.gone), ("join", job.joined)):
-            if ranks:
-                opened[0].event(kind, {"step": getattr(resume, "step", 0), "ranks": list(ranks)})
+        if job.gone:
+            opened[0].event("death", {"step": getattr(resume, "step", 0), "ranks": list(job.gone)})
 
     with ExitStack() as stack:
         files = partial(RunFiles, out, trackers=options.trackers, config=_plain(resolved), metrics=options.metrics_port)
