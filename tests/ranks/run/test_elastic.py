@@ -136,6 +136,8 @@ def test_the_others_go_on_from_what_they_have_in_memory(
     assert sum(gone) <= deaths  # a spare rank may die unnoticed
     assert [n for n, _ in went_on] == [(ranks - sum(gone[: i + 1])) // unit * unit for i in range(len(gone))], errors
     assert "Warning" not in errors, errors
+    told_of = [row["ranks"] for row in read_lines(out / "events.jsonl") if row["event"] == "death"]
+    assert 1 <= sum(map(len, told_of)) <= sum(gone)  # one in the middle of the way back goes with the next
     rows = losses(out)
     assert len(rows) <= STEPS + deaths  # of each death at most one finished step is lost
     assert sorted({step for step, _ in rows}) == list(range(STEPS))
