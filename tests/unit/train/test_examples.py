@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 MODULES = {
-    "hdpcomm.attention.packs": 2,
+    "hdpcomm.attention.packs": 1,
     "hdpcomm.data.fold": 1,
     "hdpcomm.data.opening": 1,
     "hdpcomm.data.sampler": 1,
