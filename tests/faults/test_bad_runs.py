@@ -37,7 +37,7 @@ def _ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(job: Any, ranks: int) -> Any:
         return run_threads(train_command.run_rank, ranks, job, timeout=60.0)[0]
 
-    monkeypatch.setattr(train_command, "_start_ranks", start)
+    monkeypatch.setattr(train_command, "ranks_of_job", start)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(good: Path) -> Path:
     """A run that was saved after its only step."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(train_command, "_start_ranks", lambda job, n: run_threads(train_command.run_rank, n, job)[0])
+    patch.setattr(train_command, "ranks_of_job", lambda job, n: run_threads(train_command.run_rank, n, job)[0])
     assert main(["train", "--data", str(good / "a.txt"), *SMALL, *LIMITS, "--out", str(good / "run")]) == 0
     patch.undo()
     return good / "run"
