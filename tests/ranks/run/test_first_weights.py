@@ -247,7 +247,10 @@ class TestMixtures:
         ("changed", "reason"),
         [
             (lambda files: [files[0], files[1].rpartition("=")[0]], "has no weight, and other data has"),
-            (lambda files: [files[0], files[1].replace("0.3", "0")], "0 is not a finite number above 0"),
+            (
+                lambda files: [files[0], files[1].replace("0.3", "0")],
+                "weights is 0.0, expected a finite number above 0",
+            ),
             (lambda files: [files[0], files[1].replace("0.3", "x")], "PATH=WEIGHT was expected"),
             (lambda files: [*files, "--eval-data", files[0]], "--eval-data has weights"),
         ],
