@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdpcomm.cli.output import TRANSPORTS, new_table, stdout_console
-from hdpcomm.cli.train import job_of, ranks_of_job, run_alone
+from hdpcomm.cli.train import job_of, ranks_of_job, run_rank
 from hdpcomm.cli.train_options import TrainOptions, resolve_options
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
@@ -59,9 +59,10 @@ def _replay(parsed: argparse.Namespace) -> int:
     then = int(rows.get(step - 1, {}).get("ranks", options.ranks or 1))
     options, ranks = _for_replay(options, parsed.transport, parsed.ranks or then, then, run, new=found is None)
     job = replace(job_of(options, ranks), begins=None if found is None else found.path, stop_after=step)
-    result, _ = run_alone(job) if ranks == 1 else ranks_of_job(job, ranks)
-    assert isinstance(result, RunResult)
-    return _compare(result, rows, options, same=ranks == then)
+    outcome = run_rank(job) if ranks == 1 else ranks_of_job(job, ranks)  # one rank: in this process
+    assert outcome is not None
+    assert isinstance(outcome[0], RunResult)
+    return _compare(outcome[0], rows, options, same=ranks == then)
 
 
 def _for_replay(

@@ -30,15 +30,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _report(options: argparse.Namespace) -> int:
-    from hdpcomm.run import read_lines
+    from hdpcomm.run.files import is_running
     from hdpcomm.trace.run_report import run_report
 
     check_writable(options.out)
     check_drawing("hdpcomm report")
-    path, events = options.out or options.run / "report.html", options.run / "events.jsonl"
+    path = options.out or options.run / "report.html"
     for times in itertools.count():
-        last = read_lines(events)[-1:] if options.follow and events.is_file() else [{"event": "end"}]
-        ends = bool(last) and last[0].get("event") == "end"
+        ends = not (options.follow and is_running(options.run))
         again = "" if ends else '<meta http-equiv="refresh" content="10">'  # a browser loads it anew
         write_whole(path, run_report(options.run).replace("<head>", "<head>" + again, 1).encode())
         if not times:

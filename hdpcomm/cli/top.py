@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 import urllib.error
@@ -84,6 +83,8 @@ class _Source:
         self.wrong = ""
 
     def _add(self, row: Row) -> None:
+        if not {"policy", "loss", "tokens", "seconds"} <= row.keys():
+            return
         rows = self.steps.setdefault(str(row["policy"]), deque(maxlen=_KEPT))
         while rows and rows[-1]["step"] >= row["step"]:  # of a run that was resumed
             rows.pop()
@@ -103,8 +104,9 @@ class _Folder(_Source):
         for row in self._lines("metrics.jsonl"):
             self._add(row)
         for row in self._lines("evaluations.jsonl"):
-            self.held_out[row["policy"]] = row["loss"]
-        self.events.extend(row for row in self._lines("events.jsonl") if row["event"] not in ("step", "evaluation"))
+            self.held_out[str(row.get("policy"))] = row.get("loss", 0.0)
+        told = ("step", "evaluation", None)  # the first two are shown as figures
+        self.events.extend(row for row in self._lines("events.jsonl") if row.get("event") not in told)
         if self.total is None and (config := self._run / "config.yaml").is_file():
             import yaml
 
@@ -113,6 +115,8 @@ class _Folder(_Source):
 
     def _lines(self, name: str) -> list[Row]:
         """The whole lines that have come since the last call."""
+        from hdpcomm.run.metrics_log import row_of
+
         path = self._run / name
         if not path.is_file():
             return []
@@ -121,7 +125,7 @@ class _Folder(_Source):
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read[name] = self._read.get(name, 0) + len(whole)
-        return [row for line in whole.splitlines() if (row := _row(line)) is not None]
+        return [row for line in whole.splitlines() if (row := row_of(line)) is not None]
 
 
 class _Endpoint(_Source):
@@ -153,19 +157,11 @@ class _Endpoint(_Source):
             self.wrong = f"no answer ({error})"
             return
         for row in rows.values():
-            if {"step", "loss", "tokens", "seconds"} <= row.keys():
+            if "step" in row:
                 self._add(row | {"step": int(row["step"])})
             if "held_out_loss" in row:
                 self.held_out[row["policy"]] = row["held_out_loss"]
         self.wrong = "" if self.steps else "no step was done yet"
-
-
-def _row(line: bytes) -> Row | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _page(name: str, source: _Source) -> Group:

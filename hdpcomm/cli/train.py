@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hdpcomm.run import DryRun, FolderModel, RunConfig, RunResult
     from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 
-__all__ = ["add_parser", "job_of", "ranks_of_job", "run_alone", "run_rank"]
+__all__ = ["add_parser", "job_of", "ranks_of_job", "run_rank"]
 
 P = ParamSpec("P")
 _PRELOAD = ("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files")
@@ -360,13 +360,6 @@ def _plain(options: TrainOptions) -> dict[str, object]:
 def save_config(out: Path, options: TrainOptions) -> None:
     """``config.yaml`` of a run: its options as resolved, as ``--config`` takes them."""
     write_own(out / "config.yaml", dump_options(options))
-
-
-def run_alone(job: _Job) -> tuple[RunResult | DryRun, CorpusSummary]:
-    """Runs a job of one rank in this process."""
-    outcome = run_rank(job)
-    assert outcome is not None
-    return outcome
 
 
 def ranks_of_job(job: _Job, ranks: int) -> tuple[RunResult | DryRun, CorpusSummary]:

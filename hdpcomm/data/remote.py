@@ -138,7 +138,7 @@ def remote_files(url: str) -> tuple[list[RemoteFile], bool]:
         info = {} if url.endswith("/") else _call(fs, "info", place)
         if info.get("type") == "file":
             return {place: info}, False
-        infos = {name: each for name, each in fs.find(place, detail=True).items() if each["type"] == "file"}
+        infos = {name: each for name, each in _call(fs, "find", place, detail=True).items() if each["type"] == "file"}
         if not infos:
             raise FileNotFoundError("no file has a name that begins like this")
         return infos, True

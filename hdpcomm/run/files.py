@@ -20,14 +20,14 @@ import numpy as np
 
 from hdpcomm.data import Corpus
 from hdpcomm.errors import InvalidUsage, first_line
-from hdpcomm.files import open_own, write_own
+from hdpcomm.files import open_own, open_regular, write_own
 from hdpcomm.plan import Calibration
 from hdpcomm.run.evaluation import Evaluation
 from hdpcomm.run.metrics_log import MetricsLog
 from hdpcomm.run.trackers import MetricsServer, Tracker, open_trackers, tracker_names
 from hdpcomm.train import StepMetrics
 
-__all__ = ["RunFiles", "locked_folder"]
+__all__ = ["RunFiles", "is_running", "locked_folder"]
 
 
 @contextmanager
@@ -69,6 +69,18 @@ def locked_folder(out: Path) -> Iterator[None]:
             if new:
                 with suppress(OSError):  # it holds something
                     out.rmdir()
+
+
+def is_running(out: Path) -> bool:
+    """Whether a run has its folder locked now; one that was killed has not. Local."""
+    try:
+        with open_regular(out / ".lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 class RunFiles(AbstractContextManager["RunFiles"]):

@@ -169,11 +169,9 @@ class _Run:
     ) -> None:
         self.comm, self.corpus, self.config = comm, corpus, config
         self.saving, self.held_out, self.watching = saving, held_out, watching
-        self.folder = (
-            None
-            if saving is None or not saving.writes
-            else _checkpoint_folder(comm, saving, config, self._on_saved, stack)
-        )
+        self.folder = None
+        if saving is not None and saving.writes:
+            self.folder = _checkpoint_folder(comm, saving, config, self._on_saved, stack)
         self.found = found
         self.best = None if found is None else found.facts.get("best")
         self.saved_at, self.step_s = time.monotonic(), 0.0
@@ -349,18 +347,22 @@ class _Run:
         if (odd := watch.odd_loss(metrics)) is not None:
             kind, told = odd["kind"], odd["told"]
             if kind == "spike" and self.config.note_spikes and not isinstance(trainer, DataParallelTrainer):
-                told += f"; after the step, most of {self._worst(trainer, reader)}"
+                told += f"; {self._worst(trainer, reader)}"
             if self.comm.rank == 0:
                 LOG.warning(told)
             self._tell(kind, **about, told=told)
 
     def _worst(self, trainer: Trainer, reader: BatchReader) -> str:
-        """The sequences of a step with the largest loss. Collective."""
+        """The sequences of a step with the largest loss, in words. Collective."""
         lengths = [int(self.corpus.lengths[each]) for each in reader.ids]
-        logs, _ = trainer.log_probs(lengths, reader, root=0, items=reader.items)
+        try:
+            logs, _ = trainer.log_probs(lengths, reader, root=0, items=reader.items)
+        except InvalidUsage as error:  # on all ranks, of a model that has none; no reason to end a run
+            return f"losses of its sequences are not to be had ({error})"
         losses = [-float(each.double().sum()) / max(1, int((each != 0).sum())) for each in logs]
         worst = sorted(range(len(losses)), key=lambda place: -losses[place])[:_NAMED]
-        return ", ".join(f"{self.corpus.place_of(reader.ids[place])} ({losses[place]:.4g})" for place in worst)
+        names = (f"{self.corpus.place_of(reader.ids[place])} ({losses[place]:.4g})" for place in worst)
+        return f"after the step, most of {', '.join(names)}"
 
     def _leave_out(self, policy: str, step: int, error: NotFinite) -> None:
         """The policy's step was not taken. Raises: Error, if there were too many; the run is saved before."""

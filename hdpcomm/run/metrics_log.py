@@ -14,7 +14,7 @@ from hdpcomm.errors import Error
 from hdpcomm.files import TEXT_BYTES, check_own, open_own, open_regular
 from hdpcomm.train import StepMetrics
 
-__all__ = ["MetricsLog", "read_lines", "read_metrics"]
+__all__ = ["MetricsLog", "read_lines", "read_metrics", "row_of"]
 
 
 _MOST = 1 << 32  # bytes of a file of lines that is read
@@ -73,13 +73,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     rows = []
     with open_regular(path, most=_MOST) as file:
         while line := file.readline(TEXT_BYTES):
-            try:
-                row = json.loads(line.decode(errors="replace"))
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
+            if (row := row_of(line)) is not None:
                 rows.append(row)
     return rows
+
+
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """Object of a line of a run's files; ``None`` for one that was cut or is something else."""
+    try:
+        row = json.loads(line.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -70,7 +70,7 @@ class Watching:
         on_costs: what the first policy's plans are made from, before the first step, when nothing speaks against the
             run any more.
         on_event: (kind, facts) of what is no figure of a step: ``start``, ``save``, ``skip``, ``slow``, ``spike``,
-            ``end``; a save is told by the thread that has written it.
+            ``rise``, ``end``; a save is told by the thread that has written it.
     """
 
     on_step: Callable[[str, StepMetrics, Mapping[str, float]], None] | None = None

@@ -126,7 +126,7 @@ def check_same_run(found: Checkpoint | KeptCheckpoint, corpus: Corpus, config: R
     Raises: InvalidUsage with what was saved and what is wanted.
     """
     then, now = saved_config(found), config_facts(config)
-    for name in (*_SAME, "ramp"):  # which older checkpoints do not name
+    for name in (*_SAME, "ramp", "ema"):  # the last two are not in older checkpoints
         if then.get(name) != now[name]:
             raise InvalidUsage(
                 f"{found.path} was saved with {name}={then.get(name)}, and this run has {now[name]}; give the same, or "

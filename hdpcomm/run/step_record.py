@@ -89,9 +89,8 @@ def step_costs(
     by_rank = dict(zip(seconds_of, rows.T.tolist(), strict=False))
     exposed, optimizer, stall_s = (sum(by_rank[name]) for name in ("messages", "optimizer", "stall"))
     # A rank waits for messages as well where the sender is late; where all wait, none is.
-    by_rank["messages"] = [
-        min(map(sum, zip(by_rank["messages"], rows[:, len(seconds_of)].tolist(), strict=True)))
-    ] * size
+    waits = zip(by_rank["messages"], rows[:, len(seconds_of)].tolist(), strict=True)
+    by_rank["messages"] = [min(map(sum, waits))] * size
     costs = {
         "exposed_s": exposed / size,
         "exposed_share": min(1.0, exposed / size / seconds) if seconds else 0.0,

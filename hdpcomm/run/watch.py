@@ -108,9 +108,10 @@ class StepWatch:
         rows = torch.tensor([by_rank[name] for name in CAUSES], dtype=torch.float64)
         found = None
         if len(self._took) >= _FEWEST and work:
-            expected, usual = median(self._took) * work, torch.stack([*self._by_rank]).median(0).values * work
+            expected = median(self._took) * work
             more = metrics.seconds - expected
             if metrics.seconds > _SLOW * expected and more > _LEAST_S:
+                usual = torch.stack([*self._by_rank]).median(0).values * work
                 found = {"expected_s": expected, "seconds": metrics.seconds} | self._cause(rows, usual, more)
                 found["told"] = (
                     f"step {metrics.step + 1} took {metrics.seconds:.3g} s, {metrics.seconds / expected:.1f}x as long "
@@ -142,10 +143,8 @@ class StepWatch:
         if len(self._losses) >= _FEWEST:
             usual = median(self._losses)
             if loss > usual + max(9.0 * _spread(self._losses), 0.05 * abs(usual)):
-                found = {
-                    "kind": "spike",
-                    "told": f"step {metrics.step + 1}: the loss jumped to {loss:.4g} ({usual:.4g})",
-                }
+                told = f"step {metrics.step + 1}: the loss jumped from {usual:.4g} to {loss:.4g}"
+                found = {"kind": "spike", "told": told}
         self._losses.append(loss)
         first = self._first = loss if self._first is None else self._first
         last = [*self._losses][-2 * _FEWEST :]

@@ -475,8 +475,8 @@ class Runner:
     def averaged(self) -> Iterator[None]:
         """See :meth:`hdpcomm.train.Trainer.averaged`."""
         assert self.optimizer is not None
+        self._swap_averages(self.optimizer)
         try:
-            self._swap_averages(self.optimizer)
             yield
         finally:
             self._swap_averages(self.optimizer)

@@ -156,7 +156,7 @@ def trained(paths: list[str], out: str, attempt: int, dies_at: int, resume: str 
 
 
 def noted_reads(out: Path, attempt: int) -> dict[int, list[tuple[int, int, int]]]:
-    """What all ranks of an attempt have read in each step."""
+    """Tokens that the ranks of an attempt have read together, by step."""
     found: dict[int, list[tuple[int, int, int]]] = {}
     for path in out.glob(f"reads-{attempt}-*.jsonl"):
         for line in path.read_text().splitlines():

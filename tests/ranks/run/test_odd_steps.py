@@ -16,11 +16,12 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.data import BatchReader, open_corpus
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import Planner
 from hdpcomm.run import RunConfig, RunFiles, Watching, loop, read_lines, train
 from hdpcomm.run.watch import CAUSES, GarbageClock, StepWatch
-from hdpcomm.train import StepMetrics
+from hdpcomm.train import StepMetrics, Trainer
 from tests.harness.hosts import WarmHosts, why_not
 
 Ranks = Callable[..., list[Any]]
@@ -147,10 +148,19 @@ def test_a_poisoned_document_is_named(ranks: Ranks, tmp_path: Path) -> None:
     found = events(tmp_path / "run", "spike")
     assert found, "no spike was told"
     assert f"most of {folder / 'poison.txt'}, tokens 0 to 225" in found[0]["told"]
+    ranks(2, poisoned, str(folder), str(tmp_path / "other"), True)
+    [told] = [row["told"] for row in events(tmp_path / "other", "spike")][:1]
+    assert told.endswith("; losses of its sequences are not to be had (this model has none)")
 
 
-def poisoned(data: str, out: str) -> None:
-    with hdp.init() as comm:
+def no_losses(*_: Any, **__: Any) -> Any:
+    raise InvalidUsage("this model has none")
+
+
+def poisoned(data: str, out: str, refused: bool = False) -> None:
+    with hdp.init() as comm, ExitStack() as stack:
+        if refused:
+            stack.enter_context(mock.patch.object(Trainer, "log_probs", no_losses))
         corpus = open_corpus([data], context=300, comm=comm)
         seed = next(seed for seed in range(100) if late(corpus, seed))
         config = RunConfig(CONFIG, steps=30, capacity=300, tokens_per_step=460, note_spikes=True, seed=seed, lr=0.02)

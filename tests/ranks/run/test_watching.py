@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.run import RunConfig, RunFiles, Watching, evaluate, read_lines, read_metrics, train
+from hdpcomm.run.files import locked_folder
 from hdpcomm.testing import run_threads
 from hdpcomm.trace import TraceFile
 from hdpcomm.trace.run_report import run_report
@@ -308,14 +310,15 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_report_follows_the_run_to_its_end(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    (copy / "events.jsonl").write_text('{"event": "step", "step": 3}\n')
     pages: list[str] = []
+    running = ExitStack()
+    running.enter_context(locked_folder(copy))
 
     def goes_on(_: float) -> None:
         pages.append((copy / "report.html").read_text())
         if len(pages) == 2:
-            with (copy / "events.jsonl").open("a") as file:
-                file.write('{"event": "end", "step": 4}\n')
+            running.close()
+            (copy / ".lock").touch()  # as a process that was killed leaves it
 
     monkeypatch.setattr("hdpcomm.cli.report.time.sleep", goes_on)
     assert main(["report", str(copy), "--follow"]) == 0

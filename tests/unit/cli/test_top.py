@@ -105,3 +105,11 @@ def test_a_terminal_shows_it_as_it_goes_on(run: Path) -> None:
     os.close(ours)
     plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).decode(errors="replace")
     assert "Traceback" not in plain
+
+
+def test_lines_of_something_else_are_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("metrics", "evaluations", "events"):
+        with (run / f"{name}.jsonl").open("a") as file:
+            file.write('\n{"step": 9}\n[1]\n{"step": "x"}\n')
+    assert main(["top", str(run)]) == 0
+    assert "balanced: step 4 of 100" in capsys.readouterr().out

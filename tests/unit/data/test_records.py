@@ -141,7 +141,7 @@ INDEXES = {
 
 @pytest.mark.parametrize("package", INDEXES)
 def test_folders_of_other_packages(tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they themselves write is read by tests/clients/data_formats.py."""
+    """Folders that their own packages have written are read by tests/clients/data_formats.py."""
     name, index = INDEXES[package]
     (tmp_path / "index.json").write_text(json.dumps(index))
     (tmp_path / "text.txt").write_text("which is no document of this folder")
